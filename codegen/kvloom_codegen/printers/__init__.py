@@ -1,0 +1,1 @@
+"""One printer per target: expressions and loop nests become text of one language."""

@@ -1,0 +1,277 @@
+# Generated from specs/layouts/NB_NL_TWO_BS_NH_HS.yaml by `make generate`; do not edit.
+"""NB_NL_TWO_BS_NH_HS: vLLM cross-layer.
+
+One tensor for the whole model, blocks outermost: everything a block holds, all layers included, is
+one contiguous piece. There is one pointer for all layers, not one per layer, and a token's K and V
+of one layer lie a whole page apart.
+
+    block  | 0 | 1 | … | NB-1 |  2·NL·BS·NH·HS·itemsize bytes each
+    layer  | 0 | 1 | … | NL-1 |  2·BS·NH·HS·itemsize bytes each
+    kv     | key | value |       BS·NH·HS·itemsize bytes each
+    token  | 0 | 1 | … | BS-1 |  NH·HS·itemsize bytes each
+    head   | 0 | 1 | … | NH-1 |  HS·itemsize bytes each
+    elem   | 0 | 1 | … | HS-1 |  itemsize bytes each
+
+Where an element lies, in bytes, in a tight cache (slot = block·BS + token):
+
+    tensor[0]
+        + block · 2·NL·BS·NH·HS·itemsize
+        + layer · 2·BS·NH·HS·itemsize
+        + kv · BS·NH·HS·itemsize
+        + token · NH·HS·itemsize
+        + head · HS·itemsize
+        + elem · itemsize
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvloom._abi import EngineFacts, Kernels, LayoutFacts
+from kvloom._kernel import copy, kernel
+
+if TYPE_CHECKING:
+    from kvloom._abi import Int64Array
+
+LAYOUT = LayoutFacts(
+    name="NB_NL_TWO_BS_NH_HS",
+    module="nb_nl_two_bs_nh_hs",
+    id=0,
+    attention="mha",
+    engines=(EngineFacts(name="vLLM cross-layer", alias="vllm-cross-layer"),),
+    doc=(
+        "One tensor for the whole model, blocks outermost: everything a block holds, all layers "
+        "included, is one contiguous piece. There is one pointer for all layers, not one per "
+        "layer, and a token's K and V of one layer lie a whole page apart."
+    ),
+    lists=(),
+    axes=(("block",), ("layer",), ("kv",), ("token",), ("head",), ("elem",)),
+    memory=("block", "layer", "kv", "token", "head", "elem"),
+    views=(),
+    chunk="two_plane",
+    geometry=(
+        "block_size",
+        "count.kv",
+        "count.token",
+        "count.head",
+        "engine.layer",
+        "engine.kv",
+        "engine.block",
+        "engine.token",
+        "engine.head",
+        "chunk.layer",
+        "chunk.kv",
+        "chunk.block",
+        "chunk.token",
+        "chunk.head",
+        "run",
+    ),
+    unsupported="",
+)
+
+# Columns of the geometry array, one row per layer, in bytes and counts.
+BLOCK_SIZE = 0
+KV_COUNT = 1
+TOKEN_COUNT = 2
+HEAD_COUNT = 3
+ENGINE_LAYER = 4
+ENGINE_KV = 5
+ENGINE_BLOCK = 6
+ENGINE_TOKEN = 7
+ENGINE_HEAD = 8
+CHUNK_LAYER = 9
+CHUNK_KV = 10
+CHUNK_BLOCK = 11
+CHUNK_TOKEN = 12
+CHUNK_HEAD = 13
+RUN = 14
+
+
+def kernels(helpers: str) -> Kernels:
+    """The four kernels, each compiled at its first call.
+
+    ``helpers`` is the digest of the functions they call: closed over, it is part of the key of
+    numba's disk cache.
+    """
+
+    @kernel
+    def gather_slots(
+        pointers: Int64Array,
+        chunk: int,
+        slots: Int64Array,
+        geometry: Int64Array,
+        layer_first: int,
+        layer_last: int,
+        first: int,
+        last: int,
+    ) -> None:
+        """engine → chunk, one token per slot; a negative slot is skipped."""
+        _ = helpers
+        for layer in range(layer_first, layer_last):
+            block_size = geometry[layer, BLOCK_SIZE]
+            kv_count = geometry[layer, KV_COUNT]
+            head_count = geometry[layer, HEAD_COUNT]
+            engine_layer = geometry[layer, ENGINE_LAYER]
+            engine_kv = geometry[layer, ENGINE_KV]
+            engine_block = geometry[layer, ENGINE_BLOCK]
+            engine_token = geometry[layer, ENGINE_TOKEN]
+            engine_head = geometry[layer, ENGINE_HEAD]
+            chunk_layer = geometry[layer, CHUNK_LAYER]
+            chunk_kv = geometry[layer, CHUNK_KV]
+            chunk_token = geometry[layer, CHUNK_TOKEN]
+            chunk_head = geometry[layer, CHUNK_HEAD]
+            run = geometry[layer, RUN]
+            engine_at_layer = pointers[0] + layer * engine_layer
+            chunk_at_layer = chunk + layer * chunk_layer
+            for kv in range(kv_count):
+                engine_at_kv = engine_at_layer + kv * engine_kv
+                chunk_at_kv = chunk_at_layer + kv * chunk_kv
+                for position in range(first, last):
+                    slot = slots[position]
+                    if slot < 0:
+                        continue
+                    block = slot // block_size
+                    token = slot - block * block_size
+                    engine_at_position = engine_at_kv + block * engine_block + token * engine_token
+                    chunk_at_position = chunk_at_kv + position * chunk_token
+                    for head in range(head_count):
+                        engine_at_head = engine_at_position + head * engine_head
+                        chunk_at_head = chunk_at_position + head * chunk_head
+                        copy(chunk_at_head, engine_at_head, run)
+
+    @kernel
+    def gather_blocks(
+        pointers: Int64Array,
+        chunk: int,
+        blocks: Int64Array,
+        geometry: Int64Array,
+        layer_first: int,
+        layer_last: int,
+        first: int,
+        last: int,
+    ) -> None:
+        """engine → chunk, one block of tokens per block id."""
+        _ = helpers
+        for layer in range(layer_first, layer_last):
+            kv_count = geometry[layer, KV_COUNT]
+            token_count = geometry[layer, TOKEN_COUNT]
+            head_count = geometry[layer, HEAD_COUNT]
+            engine_layer = geometry[layer, ENGINE_LAYER]
+            engine_kv = geometry[layer, ENGINE_KV]
+            engine_block = geometry[layer, ENGINE_BLOCK]
+            engine_token = geometry[layer, ENGINE_TOKEN]
+            engine_head = geometry[layer, ENGINE_HEAD]
+            chunk_layer = geometry[layer, CHUNK_LAYER]
+            chunk_kv = geometry[layer, CHUNK_KV]
+            chunk_block = geometry[layer, CHUNK_BLOCK]
+            chunk_token = geometry[layer, CHUNK_TOKEN]
+            chunk_head = geometry[layer, CHUNK_HEAD]
+            run = geometry[layer, RUN]
+            engine_at_layer = pointers[0] + layer * engine_layer
+            chunk_at_layer = chunk + layer * chunk_layer
+            for kv in range(kv_count):
+                engine_at_kv = engine_at_layer + kv * engine_kv
+                chunk_at_kv = chunk_at_layer + kv * chunk_kv
+                for position in range(first, last):
+                    block = blocks[position]
+                    engine_at_position = engine_at_kv + block * engine_block
+                    chunk_at_position = chunk_at_kv + position * chunk_block
+                    for token in range(token_count):
+                        engine_at_token = engine_at_position + token * engine_token
+                        chunk_at_token = chunk_at_position + token * chunk_token
+                        for head in range(head_count):
+                            engine_at_head = engine_at_token + head * engine_head
+                            chunk_at_head = chunk_at_token + head * chunk_head
+                            copy(chunk_at_head, engine_at_head, run)
+
+    @kernel
+    def scatter_slots(
+        pointers: Int64Array,
+        chunk: int,
+        slots: Int64Array,
+        geometry: Int64Array,
+        layer_first: int,
+        layer_last: int,
+        first: int,
+        last: int,
+    ) -> None:
+        """chunk → engine, one token per slot; a negative slot is skipped."""
+        _ = helpers
+        for layer in range(layer_first, layer_last):
+            block_size = geometry[layer, BLOCK_SIZE]
+            kv_count = geometry[layer, KV_COUNT]
+            head_count = geometry[layer, HEAD_COUNT]
+            engine_layer = geometry[layer, ENGINE_LAYER]
+            engine_kv = geometry[layer, ENGINE_KV]
+            engine_block = geometry[layer, ENGINE_BLOCK]
+            engine_token = geometry[layer, ENGINE_TOKEN]
+            engine_head = geometry[layer, ENGINE_HEAD]
+            chunk_layer = geometry[layer, CHUNK_LAYER]
+            chunk_kv = geometry[layer, CHUNK_KV]
+            chunk_token = geometry[layer, CHUNK_TOKEN]
+            chunk_head = geometry[layer, CHUNK_HEAD]
+            run = geometry[layer, RUN]
+            engine_at_layer = pointers[0] + layer * engine_layer
+            chunk_at_layer = chunk + layer * chunk_layer
+            for position in range(first, last):
+                slot = slots[position]
+                if slot < 0:
+                    continue
+                block = slot // block_size
+                token = slot - block * block_size
+                engine_at_position = engine_at_layer + block * engine_block + token * engine_token
+                chunk_at_position = chunk_at_layer + position * chunk_token
+                for kv in range(kv_count):
+                    engine_at_kv = engine_at_position + kv * engine_kv
+                    chunk_at_kv = chunk_at_position + kv * chunk_kv
+                    for head in range(head_count):
+                        engine_at_head = engine_at_kv + head * engine_head
+                        chunk_at_head = chunk_at_kv + head * chunk_head
+                        copy(engine_at_head, chunk_at_head, run)
+
+    @kernel
+    def scatter_blocks(
+        pointers: Int64Array,
+        chunk: int,
+        blocks: Int64Array,
+        geometry: Int64Array,
+        layer_first: int,
+        layer_last: int,
+        first: int,
+        last: int,
+    ) -> None:
+        """chunk → engine, one block of tokens per block id."""
+        _ = helpers
+        for layer in range(layer_first, layer_last):
+            kv_count = geometry[layer, KV_COUNT]
+            token_count = geometry[layer, TOKEN_COUNT]
+            head_count = geometry[layer, HEAD_COUNT]
+            engine_layer = geometry[layer, ENGINE_LAYER]
+            engine_kv = geometry[layer, ENGINE_KV]
+            engine_block = geometry[layer, ENGINE_BLOCK]
+            engine_token = geometry[layer, ENGINE_TOKEN]
+            engine_head = geometry[layer, ENGINE_HEAD]
+            chunk_layer = geometry[layer, CHUNK_LAYER]
+            chunk_kv = geometry[layer, CHUNK_KV]
+            chunk_block = geometry[layer, CHUNK_BLOCK]
+            chunk_token = geometry[layer, CHUNK_TOKEN]
+            chunk_head = geometry[layer, CHUNK_HEAD]
+            run = geometry[layer, RUN]
+            engine_at_layer = pointers[0] + layer * engine_layer
+            chunk_at_layer = chunk + layer * chunk_layer
+            for position in range(first, last):
+                block = blocks[position]
+                engine_at_position = engine_at_layer + block * engine_block
+                chunk_at_position = chunk_at_layer + position * chunk_block
+                for kv in range(kv_count):
+                    engine_at_kv = engine_at_position + kv * engine_kv
+                    chunk_at_kv = chunk_at_position + kv * chunk_kv
+                    for token in range(token_count):
+                        engine_at_token = engine_at_kv + token * engine_token
+                        chunk_at_token = chunk_at_kv + token * chunk_token
+                        for head in range(head_count):
+                            engine_at_head = engine_at_token + head * engine_head
+                            chunk_at_head = chunk_at_token + head * chunk_head
+                            copy(engine_at_head, chunk_at_head, run)
+
+    return Kernels(gather_slots, scatter_slots, gather_blocks, scatter_blocks)

@@ -1,0 +1,236 @@
+# Generated from specs/layouts/NL_X_NB_BS_NH_HS.yaml by `make generate`; do not edit.
+"""NL_X_NB_BS_NH_HS: SGLang unified components.
+
+Each entry of the list is one component of a layer, K or V, and nothing in the entry says which.
+What is counted as a layer here is a component, and chunks have one plane.
+
+    layer  | 0 | 1 | … | NL-1 |  a list
+    block  | 0 | 1 | … | NB-1 |  BS·NH·HS·itemsize bytes each
+    token  | 0 | 1 | … | BS-1 |  NH·HS·itemsize bytes each
+    head   | 0 | 1 | … | NH-1 |  HS·itemsize bytes each
+    elem   | 0 | 1 | … | HS-1 |  itemsize bytes each
+
+Where an element lies, in bytes, in a tight cache (slot = block·BS + token):
+
+    tensor[layer]
+        + block · BS·NH·HS·itemsize
+        + token · NH·HS·itemsize
+        + head · HS·itemsize
+        + elem · itemsize
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvloom._abi import EngineFacts, Kernels, LayoutFacts
+from kvloom._kernel import copy, kernel
+
+if TYPE_CHECKING:
+    from kvloom._abi import Int64Array
+
+LAYOUT = LayoutFacts(
+    name="NL_X_NB_BS_NH_HS",
+    module="nl_x_nb_bs_nh_hs",
+    id=18,
+    attention="mha",
+    engines=(EngineFacts(name="SGLang unified components", alias="sglang-unified"),),
+    doc=(
+        "Each entry of the list is one component of a layer, K or V, and nothing in the entry "
+        "says which. What is counted as a layer here is a component, and chunks have one plane."
+    ),
+    lists=("layer",),
+    axes=(("block",), ("token",), ("head",), ("elem",)),
+    memory=("block", "token", "head", "elem"),
+    views=(),
+    chunk="one_plane",
+    geometry=(
+        "block_size",
+        "count.token",
+        "count.head",
+        "engine.block",
+        "engine.token",
+        "engine.head",
+        "chunk.layer",
+        "chunk.block",
+        "chunk.token",
+        "chunk.head",
+        "run",
+    ),
+    unsupported="",
+)
+
+# Columns of the geometry array, one row per layer, in bytes and counts.
+BLOCK_SIZE = 0
+TOKEN_COUNT = 1
+HEAD_COUNT = 2
+ENGINE_BLOCK = 3
+ENGINE_TOKEN = 4
+ENGINE_HEAD = 5
+CHUNK_LAYER = 6
+CHUNK_BLOCK = 7
+CHUNK_TOKEN = 8
+CHUNK_HEAD = 9
+RUN = 10
+
+
+def kernels(helpers: str) -> Kernels:
+    """The four kernels, each compiled at its first call.
+
+    ``helpers`` is the digest of the functions they call: closed over, it is part of the key of
+    numba's disk cache.
+    """
+
+    @kernel
+    def gather_slots(
+        pointers: Int64Array,
+        chunk: int,
+        slots: Int64Array,
+        geometry: Int64Array,
+        layer_first: int,
+        layer_last: int,
+        first: int,
+        last: int,
+    ) -> None:
+        """engine → chunk, one token per slot; a negative slot is skipped."""
+        _ = helpers
+        for layer in range(layer_first, layer_last):
+            block_size = geometry[layer, BLOCK_SIZE]
+            head_count = geometry[layer, HEAD_COUNT]
+            engine_block = geometry[layer, ENGINE_BLOCK]
+            engine_token = geometry[layer, ENGINE_TOKEN]
+            engine_head = geometry[layer, ENGINE_HEAD]
+            chunk_layer = geometry[layer, CHUNK_LAYER]
+            chunk_token = geometry[layer, CHUNK_TOKEN]
+            chunk_head = geometry[layer, CHUNK_HEAD]
+            run = geometry[layer, RUN]
+            engine_at_layer = pointers[layer]
+            chunk_at_layer = chunk + layer * chunk_layer
+            for position in range(first, last):
+                slot = slots[position]
+                if slot < 0:
+                    continue
+                block = slot // block_size
+                token = slot - block * block_size
+                engine_at_position = engine_at_layer + block * engine_block + token * engine_token
+                chunk_at_position = chunk_at_layer + position * chunk_token
+                for head in range(head_count):
+                    engine_at_head = engine_at_position + head * engine_head
+                    chunk_at_head = chunk_at_position + head * chunk_head
+                    copy(chunk_at_head, engine_at_head, run)
+
+    @kernel
+    def gather_blocks(
+        pointers: Int64Array,
+        chunk: int,
+        blocks: Int64Array,
+        geometry: Int64Array,
+        layer_first: int,
+        layer_last: int,
+        first: int,
+        last: int,
+    ) -> None:
+        """engine → chunk, one block of tokens per block id."""
+        _ = helpers
+        for layer in range(layer_first, layer_last):
+            token_count = geometry[layer, TOKEN_COUNT]
+            head_count = geometry[layer, HEAD_COUNT]
+            engine_block = geometry[layer, ENGINE_BLOCK]
+            engine_token = geometry[layer, ENGINE_TOKEN]
+            engine_head = geometry[layer, ENGINE_HEAD]
+            chunk_layer = geometry[layer, CHUNK_LAYER]
+            chunk_block = geometry[layer, CHUNK_BLOCK]
+            chunk_token = geometry[layer, CHUNK_TOKEN]
+            chunk_head = geometry[layer, CHUNK_HEAD]
+            run = geometry[layer, RUN]
+            engine_at_layer = pointers[layer]
+            chunk_at_layer = chunk + layer * chunk_layer
+            for position in range(first, last):
+                block = blocks[position]
+                engine_at_position = engine_at_layer + block * engine_block
+                chunk_at_position = chunk_at_layer + position * chunk_block
+                for token in range(token_count):
+                    engine_at_token = engine_at_position + token * engine_token
+                    chunk_at_token = chunk_at_position + token * chunk_token
+                    for head in range(head_count):
+                        engine_at_head = engine_at_token + head * engine_head
+                        chunk_at_head = chunk_at_token + head * chunk_head
+                        copy(chunk_at_head, engine_at_head, run)
+
+    @kernel
+    def scatter_slots(
+        pointers: Int64Array,
+        chunk: int,
+        slots: Int64Array,
+        geometry: Int64Array,
+        layer_first: int,
+        layer_last: int,
+        first: int,
+        last: int,
+    ) -> None:
+        """chunk → engine, one token per slot; a negative slot is skipped."""
+        _ = helpers
+        for layer in range(layer_first, layer_last):
+            block_size = geometry[layer, BLOCK_SIZE]
+            head_count = geometry[layer, HEAD_COUNT]
+            engine_block = geometry[layer, ENGINE_BLOCK]
+            engine_token = geometry[layer, ENGINE_TOKEN]
+            engine_head = geometry[layer, ENGINE_HEAD]
+            chunk_layer = geometry[layer, CHUNK_LAYER]
+            chunk_token = geometry[layer, CHUNK_TOKEN]
+            chunk_head = geometry[layer, CHUNK_HEAD]
+            run = geometry[layer, RUN]
+            engine_at_layer = pointers[layer]
+            chunk_at_layer = chunk + layer * chunk_layer
+            for position in range(first, last):
+                slot = slots[position]
+                if slot < 0:
+                    continue
+                block = slot // block_size
+                token = slot - block * block_size
+                engine_at_position = engine_at_layer + block * engine_block + token * engine_token
+                chunk_at_position = chunk_at_layer + position * chunk_token
+                for head in range(head_count):
+                    engine_at_head = engine_at_position + head * engine_head
+                    chunk_at_head = chunk_at_position + head * chunk_head
+                    copy(engine_at_head, chunk_at_head, run)
+
+    @kernel
+    def scatter_blocks(
+        pointers: Int64Array,
+        chunk: int,
+        blocks: Int64Array,
+        geometry: Int64Array,
+        layer_first: int,
+        layer_last: int,
+        first: int,
+        last: int,
+    ) -> None:
+        """chunk → engine, one block of tokens per block id."""
+        _ = helpers
+        for layer in range(layer_first, layer_last):
+            token_count = geometry[layer, TOKEN_COUNT]
+            head_count = geometry[layer, HEAD_COUNT]
+            engine_block = geometry[layer, ENGINE_BLOCK]
+            engine_token = geometry[layer, ENGINE_TOKEN]
+            engine_head = geometry[layer, ENGINE_HEAD]
+            chunk_layer = geometry[layer, CHUNK_LAYER]
+            chunk_block = geometry[layer, CHUNK_BLOCK]
+            chunk_token = geometry[layer, CHUNK_TOKEN]
+            chunk_head = geometry[layer, CHUNK_HEAD]
+            run = geometry[layer, RUN]
+            engine_at_layer = pointers[layer]
+            chunk_at_layer = chunk + layer * chunk_layer
+            for position in range(first, last):
+                block = blocks[position]
+                engine_at_position = engine_at_layer + block * engine_block
+                chunk_at_position = chunk_at_layer + position * chunk_block
+                for token in range(token_count):
+                    engine_at_token = engine_at_position + token * engine_token
+                    chunk_at_token = chunk_at_position + token * chunk_token
+                    for head in range(head_count):
+                        engine_at_head = engine_at_token + head * engine_head
+                        chunk_at_head = chunk_at_token + head * chunk_head
+                        copy(engine_at_head, chunk_at_head, run)
+
+    return Kernels(gather_slots, scatter_slots, gather_blocks, scatter_blocks)
