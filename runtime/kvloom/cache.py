@@ -1,0 +1,481 @@
+"""A paged KV cache bound to its layout: gathers tokens into chunks and scatters them back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from kvloom import registry
+from kvloom.arguments import index_array, integer
+from kvloom.chunk import contiguous, obstacle, shape
+from kvloom.geometry import TensorFacts, layout_text, read_groups
+from kvloom.overlap import Ranges, check_apart, check_self
+from kvloom.select import ADDRESSINGS, OPS, Selection, describe, plan, refusal
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvloom._abi import ChunkFacts, Int64Array, Kernel
+    from kvloom.engine_layout import Layout, Tensors
+    from kvloom.geometry import Group
+    from kvloom.select import Addressing, Op, Plan
+
+    Indices: TypeAlias = torch.Tensor | NDArray[np.int32] | NDArray[np.int64] | Sequence[int]
+
+# What a call returns: one chunk, or for a cache with several groups one for each.
+Chunks: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+
+# How many plans a cache remembers: shapes of chunks that are soon met again.
+_PLANS = 64
+
+
+def bind(layout: Layout, tensors: Tensors, block_size: int | None) -> Cache:
+    """What ``Layout.bind`` does."""
+    if layout.unsupported:
+        raise NotImplementedError(f"{layout.name} has no kernels: {layout.unsupported}")
+    if block_size is not None:
+        block_size = integer("block_size", block_size)
+        if block_size < 1:
+            raise ValueError(f"block_size: got {block_size}, takes at least 1 token")
+    counts: list[int] = []
+    named = list(_flatten(layout, tensors, "tensors", 0, counts))
+    facts = [_facts(what, tensor) for what, tensor in named]
+    groups = read_groups(layout.facts, counts, facts, block_size)
+    for one in {(one.shape, one.strides, one.itemsize): one for one in reversed(facts)}.values():
+        check_self(one)
+    check_apart(facts)
+    return Cache(layout, [tensor for _, tensor in named], facts, groups)
+
+
+class Cache:
+    """An engine's paged KV cache: tensors bound to their layout by ``Layout.bind``.
+
+    It has ``layers``; ``blocks`` of ``block_size`` tokens, where both are those of the smallest
+    layer, or None where the block size is not known or not the same everywhere; and ``capacity``
+    slots.
+
+    Calls name tokens by ``slots`` (slot = block * block_size + token), one for each token of a
+    chunk, or by ``blocks``: ids of the blocks whose tokens fill a chunk one after the other, the
+    last of them perhaps in part. Both are integers in a list, a range, or a one-dimensional int32
+    or int64 array or tensor on any device.
+
+    Layers that are unlike in dtype, heads, head size or block size form groups, and each group has
+    a chunk of its own: a cache with one group takes and returns one tensor, one with more a tuple.
+
+    A call checks everything before the first byte moves, and when it returns all bytes have moved.
+    The tensors are kept alive; they must not be resized or given other storage.
+    """
+
+    layout: Layout
+    groups: tuple[Group, ...]
+    layers: int
+    blocks: int | None
+    block_size: int | None
+    capacity: int
+
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        facts: Sequence[TensorFacts],
+        groups: tuple[Group, ...],
+    ) -> None:
+        self.layout = layout
+        self.groups = groups
+        self.layers = sum(len(group.layers) for group in groups)
+        sizes = {group.block_size for group in groups}
+        self.block_size = sizes.pop() if len(sizes) == 1 else None
+        counts = [group.blocks for group in groups if group.blocks is not None]
+        self.blocks = min(counts) if self.block_size is not None else None
+        self.capacity = min(group.capacity for group in groups)
+        self._tensors = tuple(tensors)
+        self._ranges = Ranges(facts)
+        self._block_limit = min(group.blocks or 0 for group in groups)
+        self._dtypes = tuple(getattr(torch, group.dtype) for group in groups)
+        self._refused = {one: refusal(layout.facts, groups, one) for one in ADDRESSINGS}
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._remembering = Lock()
+        self._kernels: dict[tuple[Op, Addressing], Kernel] = {}
+
+    def gather(
+        self,
+        *,
+        slots: Indices | None = None,
+        blocks: Indices | None = None,
+        out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        chunk: str | None = None,
+        skip_prefix: int = 0,
+    ) -> Chunks:
+        """Copy tokens from the engine into ``out``, or into a new chunk, and return it.
+
+        ``out`` is written in place through its strides; its rows must be contiguous. Its chunk
+        layout is ``chunk`` where that is given; else the layout's own if the shape fits it, or the
+        one other that it fits. The first ``skip_prefix`` tokens (``blocks``: the first blocks) and
+        tokens with a negative slot are not touched; in a new chunk they are zero.
+
+        TypeError for a wrong type or dtype; ValueError for slots or block ids outside the cache,
+        a chunk of another size, or one that shares bytes with itself or with the engine's tensors.
+        """
+        request = self._request(slots, blocks, chunk, skip_prefix)
+        if out is None:
+            chunks = self._new_chunks(request.tokens, chunk, zero=request.gaps)
+        else:
+            chunks = self._one_each("out", out)
+        self._transfer("gather", request, "out", chunks, chunk)
+        return chunks[0] if len(chunks) == 1 else chunks
+
+    def scatter(
+        self,
+        source: torch.Tensor | Sequence[torch.Tensor],
+        /,
+        *,
+        slots: Indices | None = None,
+        blocks: Indices | None = None,
+        chunk: str | None = None,
+        skip_prefix: int = 0,
+    ) -> None:
+        """Copy the tokens of ``source``, a chunk, into the engine, and touch nothing else there.
+
+        Arguments and errors are those of ``gather``. Of several tokens with the same slot, any may
+        win.
+        """
+        request = self._request(slots, blocks, chunk, skip_prefix)
+        self._transfer("scatter", request, "source", self._one_each("source", source), chunk)
+
+    def empty_chunk(self, tokens: int, chunk: str | None = None) -> Chunks:
+        """A new contiguous chunk with undefined contents, one for each group if there are several.
+
+        ``chunk`` names its chunk layout, which is the layout's own without it.
+        """
+        if integer("tokens", tokens) < 0:
+            raise ValueError(f"tokens: got {tokens}, takes 0 or more")
+        chunks = self._new_chunks(tokens, chunk, zero=False)
+        return chunks[0] if len(chunks) == 1 else chunks
+
+    def select(
+        self,
+        op: Op,
+        addressing: Addressing,
+        chunks: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        *,
+        chunk: str | None = None,
+    ) -> Selection:
+        """What a call with these chunks would be done by, and why, or why it would be refused.
+
+        Without ``chunks`` it is about contiguous ones. Nothing moves, and ValueErrors that the
+        call would raise about the chunks are the selection's ``refused``.
+        """
+        if op not in OPS:
+            raise ValueError(f"op: got {op!r}, takes {' or '.join(OPS)}")
+        if addressing not in ADDRESSINGS:
+            raise ValueError(f"addressing: got {addressing!r}, takes {' or '.join(ADDRESSINGS)}")
+        refused = self._refused[addressing]
+        if not refused:
+            try:
+                if chunks is None:
+                    plans = [self._contiguous_plan(addressing, one, chunk) for one in self.groups]
+                else:
+                    each = self._one_each("chunks", chunks)
+                    plans = self._plans_for(op, addressing, "chunks", each, chunk)
+                return describe(op, addressing, self.groups, plans)
+            except ValueError as error:
+                refused = str(error)
+        return Selection(op, addressing, refused=refused)
+
+    def __repr__(self) -> str:
+        sizes = "; ".join(
+            f"{len(group.layers)} layers of {group.heads} × {group.head_size} {group.dtype}, "
+            + (
+                f"{group.capacity} slots"
+                if group.block_size is None
+                else f"{group.blocks} blocks of {group.block_size} tokens"
+            )
+            for group in self.groups
+        )
+        return f"<Cache {self.layout.name}: {sizes}>"
+
+    def _request(
+        self,
+        slots: Indices | None,
+        blocks: Indices | None,
+        chunk: str | None,
+        skip_prefix: int,
+    ) -> _Request:
+        """What a call asks for, checked as far as it does not depend on the chunks."""
+        if chunk is not None and not isinstance(chunk, str):
+            kind = type(chunk).__name__
+            raise TypeError(f"chunk: got {kind}, takes the name of a chunk layout")
+        addressing: Addressing
+        if blocks is None and slots is not None:
+            addressing, given, limit = "slots", slots, self.capacity
+        elif slots is None and blocks is not None:
+            addressing, given, limit = "blocks", blocks, self._block_limit
+        else:
+            got = "neither" if slots is None else "both"
+            raise TypeError(f"slots, blocks: got {got}, takes one of them")
+        if self._refused[addressing]:
+            raise ValueError(self._refused[addressing])
+        if isinstance(given, torch.Tensor):
+            given = _to_host(addressing, given)
+        index = index_array(addressing, given)
+        count = len(index)
+        skip = integer("skip_prefix", skip_prefix)
+        if not 0 <= skip <= count:
+            raise ValueError(
+                f"skip_prefix: got {skip}, takes 0 to {count}, the number of {addressing}"
+            )
+        moved = index[skip:] if skip else index
+        least = greatest = 0
+        if skip < count:
+            least, greatest = np.minimum.reduce(moved), np.maximum.reduce(moved)
+        if greatest >= limit or (least < 0 and addressing == "blocks"):
+            wrong = moved >= limit if greatest >= limit else moved < 0
+            position = skip + int(wrong.argmax())
+            takes = f"slots below {limit}"
+            if addressing == "blocks":
+                takes = f"block ids from 0 to {limit - 1}"
+            raise ValueError(
+                f"{addressing}: got {index[position]} at position {position}, takes {takes}"
+            )
+        tokens = count if addressing == "slots" else count * (self.block_size or 1)
+        return _Request(addressing, index, count, skip, tokens, skip > 0 or least < 0)
+
+    def _transfer(
+        self,
+        op: Op,
+        request: _Request,
+        what: str,
+        chunks: tuple[torch.Tensor, ...],
+        chunk: str | None,
+    ) -> None:
+        """Check the chunks against a request, then move what it asks for."""
+        addressing, index, count, skip, _, _ = request
+        plans = self._plans_for(op, addressing, what, chunks, chunk)
+        for number, (tensor, one) in enumerate(zip(chunks, plans, strict=True)):
+            self._check_tokens(request, self._name(what, number), one.tokens)
+            address = tensor.data_ptr()
+            if self._ranges.meet(address, one.span):
+                self._ranges.check_apart(_facts(self._name(what, number), tensor))
+        if op == "gather" and len(chunks) > 1:
+            check_apart([_facts(self._name(what, n), tensor) for n, tensor in enumerate(chunks)])
+        if skip == count:
+            return
+        kernels = self._kernels or self._load_kernels()
+        moves: list[tuple[Kernel, Int64Array, int, Int64Array, Int64Array, int, int]] = []
+        for number, (tensor, one) in enumerate(zip(chunks, plans, strict=True)):
+            pointers, address = self.groups[number].pointers, tensor.data_ptr()
+            block_size = self.groups[number].block_size or 1
+            whole = count if addressing == "slots" else one.tokens // block_size
+            if skip < whole:
+                kernel = kernels[op, addressing]
+                moves.append((kernel, pointers, address, index, one.geometry, skip, whole))
+            if whole < count:
+                # The chunk ends inside the last block: its tokens there move by slots.
+                done = whole * block_size
+                left = index[whole] * block_size + np.arange(one.tokens - done)
+                by_slots = self._plan(op, "slots", what, number, tensor, chunk).geometry
+                address += done * one.token_stride
+                moves.append(
+                    (kernels[op, "slots"], pointers, address, left, by_slots, 0, len(left))
+                )
+        for kernel, pointers, address, positions, geometry, first, last in moves:
+            kernel(pointers, address, positions, geometry, 0, len(geometry), first, last)
+
+    def _load_kernels(self) -> dict[tuple[Op, Addressing], Kernel]:
+        made = registry.kernels(self.layout)
+        self._kernels = {
+            (op, one): getattr(made, f"{op}_{one}") for op in OPS for one in ADDRESSINGS
+        }
+        return self._kernels
+
+    def _check_tokens(self, request: _Request, what: str, tokens: int) -> None:
+        """ValueError where a chunk has more or fewer tokens than a request names."""
+        if request.addressing == "slots":
+            if tokens != request.length:
+                raise ValueError(
+                    f"slots: got {request.length}, takes {tokens}, one for each token of {what}"
+                )
+        elif -(-tokens // (self.block_size or 1)) != request.length:
+            raise ValueError(
+                f"blocks: got {request.length}, which is {request.tokens} tokens; takes as many as "
+                f"cover the {tokens} tokens of {what} in blocks of {self.block_size}"
+            )
+
+    def _plans_for(
+        self,
+        op: Op,
+        addressing: Addressing,
+        what: str,
+        chunks: tuple[torch.Tensor, ...],
+        chunk: str | None,
+    ) -> list[Plan]:
+        return [
+            self._plan(op, addressing, what, number, tensor, chunk)
+            for number, tensor in enumerate(chunks)
+        ]
+
+    def _plan(
+        self,
+        op: Op,
+        addressing: Addressing,
+        what: str,
+        number: int,
+        tensor: torch.Tensor,
+        chunk: str | None,
+    ) -> Plan:
+        """What a group's chunk calls for, remembered by its shape and strides."""
+        if not isinstance(tensor, torch.Tensor):
+            kind = type(tensor).__name__
+            raise TypeError(f"{self._name(what, number)}: got {kind}, takes a tensor")
+        if tensor.dtype is not self._dtypes[number]:
+            raise TypeError(
+                f"{self._name(what, number)}: got {tensor.dtype}, takes {self._dtypes[number]} as "
+                "the engine's tensors have"
+            )
+        if (
+            tensor.requires_grad
+            or tensor.device.type != "cpu"
+            or tensor.layout is not torch.strided
+        ):
+            _facts(self._name(what, number), tensor)
+        key = (op, addressing, number, chunk, tensor.shape, tensor.stride())
+        found = self._plans.get(key)
+        if found is None:
+            facts = _facts(self._name(what, number), tensor)
+            group = self.groups[number]
+            found = plan(self.layout.facts, group, facts, self._layouts(group, chunk), addressing)
+            if op == "gather":
+                check_self(facts)
+            with self._remembering:
+                if len(self._plans) >= _PLANS:
+                    del self._plans[next(iter(self._plans))]
+                self._plans[key] = found
+        return found
+
+    def _contiguous_plan(self, addressing: Addressing, group: Group, chunk: str | None) -> Plan:
+        """The plan for a contiguous chunk that need not exist."""
+        layouts = self._layouts(group, chunk)
+        # More than one block of tokens: K and V of a single one may happen to adjoin.
+        tensor = contiguous(layouts[0], group, 2 * (group.block_size or 1))
+        return plan(self.layout.facts, group, tensor, layouts, addressing)
+
+    def _layouts(self, group: Group, chunk: str | None) -> list[ChunkFacts]:
+        """The chunk layouts to look for: the named one, or all that can hold the group."""
+        named = registry.chunk_layout(self.layout.facts.chunk if chunk is None else chunk)
+        reason = obstacle(named, group)
+        if reason:
+            raise ValueError(f"chunk: {reason}")
+        if chunk is not None:
+            return [named]
+        others = [one for one in registry.chunks() if one != named and not obstacle(one, group)]
+        return [named, *others]
+
+    def _new_chunks(
+        self, tokens: int, chunk: str | None, *, zero: bool
+    ) -> tuple[torch.Tensor, ...]:
+        make = torch.zeros if zero else torch.empty
+        return tuple(
+            make(shape(self._layouts(group, chunk)[0], group, tokens), dtype=dtype)
+            for group, dtype in zip(self.groups, self._dtypes, strict=True)
+        )
+
+    def _one_each(
+        self, what: str, chunks: torch.Tensor | Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """The chunks of a call, one for each group."""
+        count = len(self.groups)
+        if count == 1:
+            return (chunks,)  # type: ignore[return-value]  # what it is, is checked with its plan
+        if isinstance(chunks, torch.Tensor) or not isinstance(chunks, Sequence):
+            kind = type(chunks).__name__
+            raise TypeError(
+                f"{what}: got {kind}, takes {count} tensors, one for each group of layers"
+            )
+        if len(chunks) != count:
+            raise ValueError(
+                f"{what}: got {len(chunks)} tensors, takes {count}, one for each group of layers"
+            )
+        return tuple(chunks)
+
+    def _name(self, what: str, number: int) -> str:
+        return what if len(self.groups) == 1 else f"{what}[{number}]"
+
+
+class _Request(NamedTuple):
+    """A call without its chunks: where it reads or writes in the engine.
+
+    There are ``length`` slots or block ids, which span ``tokens``; ``gaps`` says whether some of
+    these are not moved.
+    """
+
+    addressing: Addressing
+    slots_or_blocks: Int64Array
+    length: int
+    skip: int
+    tokens: int
+    gaps: bool
+
+
+def _to_host(name: str, tensor: torch.Tensor) -> NDArray[np.int32] | NDArray[np.int64]:
+    """A tensor of slots or block ids as an array; TypeError for another dtype."""
+    if tensor.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: got a tensor of {tensor.dtype}, takes int32 or int64")
+    if tensor.device.type == "meta":
+        raise ValueError(f"{name}: is on the meta device, where there are no values")
+    return tensor.cpu().numpy()
+
+
+def _facts(what: str, tensor: torch.Tensor) -> TensorFacts:
+    """The facts of an engine's tensor or a chunk that kernels on the CPU can address.
+
+    TypeError for what is no strided tensor; ValueError for one that requires grad or has no bytes;
+    NotImplementedError for another device.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what}: got {type(tensor).__name__}, takes a tensor")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{what}: got a tensor of layout {tensor.layout}, takes a strided one")
+    device = tensor.device.type
+    if device == "meta":
+        raise ValueError(f"{what}: is on the meta device, where tensors have no bytes")
+    if device != "cpu":
+        raise NotImplementedError(
+            f"{what}: is on {tensor.device}, and there is no variant for {device} tensors yet"
+        )
+    if tensor.requires_grad:
+        raise ValueError(f"{what}: requires grad, which a copy of bytes would not track; detach it")
+    return TensorFacts(
+        what,
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.element_size(),
+        str(tensor.dtype).removeprefix("torch."),
+    )
+
+
+def _flatten(
+    layout: Layout, tensors: Tensors, what: str, depth: int, counts: list[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in pointer order, each with its name; ``counts`` gets the lengths of the levels.
+
+    TypeError where the nesting is not the layout's, ValueError where lengths are not.
+    """
+    if depth == len(layout.lists):
+        yield what, tensors  # type: ignore[misc]  # checked with the tensor's facts
+        return
+    takes = f"{layout.name} takes {layout_text(layout.facts)}"
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+        raise TypeError(f"{what}: got {type(tensors).__name__}, takes a list; {takes}")
+    count = len(tensors)
+    if depth == len(counts):
+        counts.append(count)
+    wanted = 2 if layout.lists[depth] == "kv" else counts[depth]
+    if count != wanted or count == 0:
+        raise ValueError(f"{what}: got {count} entries, takes {wanted or 'at least 1'}; {takes}")
+    for number, one in enumerate(tensors):
+        yield from _flatten(layout, one, f"{what}[{number}]", depth + 1, counts)
