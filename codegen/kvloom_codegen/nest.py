@@ -44,6 +44,8 @@ def unsupported(spec: LayoutSpec, ir: LayoutIR) -> str:
     if len(ir.components) > 1:
         names = ", ".join(component.name or "region" for component in ir.components)
         return f"its memory has parts of different order ({names}), which no kernel moves"
+    if ir.components[0].dims[-1].axis != "elem":
+        return "its rows are not contiguous (elem is not innermost), and kernels copy whole rows"
     return ""
 
 

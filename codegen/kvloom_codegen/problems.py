@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+LONGEST_SHOWN = 60
+
 
 @dataclass(frozen=True, order=True)
 class Problem:
@@ -18,7 +20,7 @@ class Problem:
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}:{self.column}: "
-        return where + (f"{self.field}: {self.message}" if self.field else self.message)
+        return _one_line(where + (f"{self.field}: {self.message}" if self.field else self.message))
 
 
 class SpecError(Exception):
@@ -27,3 +29,18 @@ class SpecError(Exception):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(sorted(set(problems)))
         super().__init__("\n".join(map(str, self.problems)))
+
+
+def quoted(value: object) -> str:
+    """A value of a file as messages show it."""
+    if isinstance(value, (tuple, dict)):
+        return "a list" if isinstance(value, tuple) else "a mapping"
+    text = str(value)
+    if len(text) > LONGEST_SHOWN:
+        text = f"{text[:LONGEST_SHOWN]}…"
+    return f"'{text}'"
+
+
+def _one_line(text: str) -> str:
+    """``text`` with everything that could break or hide a line written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -9,44 +9,68 @@ nothing outside the payload (padding, other tensors) is touched.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import gcd
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice, pairwise
 
-from kvloom_codegen.expr import Expr, symbol, to_expr
-from kvloom_codegen.ir import ADDRESSINGS, Addressing, Component, Dim, Kernel, LayoutIR
-from kvloom_codegen.lower import fuse, lower, moves
-from kvloom_codegen.nest import columns, kernels, unsupported
+from kvloom_codegen.calls import Call, calls, kernel_moves
+from kvloom_codegen.expr import symbol
+from kvloom_codegen.ir import ADDRESSINGS, Component, Dim, Kernel, LayoutIR
+from kvloom_codegen.lower import lower, moves
+from kvloom_codegen.nest import kernels, unsupported
 from kvloom_codegen.spec import ChunkSpec, LayoutSpec, axes_of
-from kvloom_codegen.walk import Element, Geometry, chunk_bits, engine_places, tiny
-
-# An engine bit is (tensor, bit): tensors are allocations of their own. Views into one buffer are
-# all in tensor 0, at their distance from the buffer's first view.
-EngineBit = tuple[int, int]
-
-
-class ProofError(Exception):
-    """An IR that would move wrong bytes; the message names the elements that show it."""
+from kvloom_codegen.table import Located, Move, ProofError, Table, compare, merged, one_to_one
+from kvloom_codegen.walk import (
+    Element,
+    Geometry,
+    Place,
+    chunk_bits,
+    engine_places,
+    tiny,
+    units,
+    view_starts,
+)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A layout against one chunk on one geometry: where the proof is carried out."""
+    """A layout against one chunk layout on one geometry, as the walk reads it.
+
+    ``starts`` are where the tensors lie in one buffer, or nothing where they are allocations.
+    """
 
     spec: LayoutSpec
     chunk: ChunkSpec
-    ir: LayoutIR
     geometry: Geometry
+    places: Mapping[Element, Place] = field(repr=False)
+    starts: Sequence[int] = field(repr=False)
 
-    @property
-    def values(self) -> dict[str, int]:
-        """The values of all symbols of the IR."""
-        return self.ir.values(self.geometry.symbols)
+    def __str__(self) -> str:
+        return f"{self.spec.layout} against chunk {self.chunk.chunk} on {self.geometry}"
 
-    @property
-    def grain(self) -> int:
-        """The bits that are moved together whatever the layout: one element of each width."""
-        fields = self.spec.declared_fields.values()
-        return gcd(*(one.element_bits for one in fields)) if fields else self.geometry.itembits
+    @cached_property
+    def table(self) -> Table:
+        """Every element of the cache."""
+        fields = self.spec.declared_fields
+        located = []
+        for element, bit in chunk_bits(self.spec, self.chunk, self.geometry):
+            tensor, engine = self.absolute(*self.places[element])
+            bits = fields[element.field].element_bits if fields else self.geometry.itembits
+            located.append(Located(element, Move(tensor, engine, bit, bits)))
+        return Table(tuple(located), self.geometry, frozenset(axes_of(self.spec)))
+
+    @cached_property
+    def payload(self) -> list[Move]:
+        """All that is to be moved."""
+        payload = merged(move for _, move in self.table.located)
+        one_to_one(f"{self}: the walk", payload, self.table)
+        return payload
+
+    def absolute(self, tensor: int, bit: int) -> tuple[int, int]:
+        """A place as (allocation, bit): tensors that are views all lie in the first."""
+        if 0 <= tensor < len(self.starts):
+            return 0, self.starts[tensor] + bit
+        return tensor, bit
 
 
 def compatible(spec: LayoutSpec, chunk: ChunkSpec) -> bool:
@@ -59,255 +83,112 @@ def compatible(spec: LayoutSpec, chunk: ChunkSpec) -> bool:
 
 def prove_layout(spec: LayoutSpec, chunks: Iterable[ChunkSpec]) -> None:
     """Prove a layout against every chunk layout that can hold it; ProofError where it fails."""
+    fitting = [chunk for chunk in chunks if compatible(spec, chunk)]
+    nests = emitted(spec, fitting)
+    for subject in subjects(spec, fitting):
+        ir = lower(spec, subject.chunk, pad=symbol("PAD"))
+        prove_ir(subject, ir)
+        for call in calls_of(subject, ir) if nests else ():
+            for nest in nests:
+                prove_kernel(subject, nest, call)
+
+
+def emitted(spec: LayoutSpec, chunks: Iterable[ChunkSpec]) -> tuple[Kernel, ...]:
+    """The kernels that are printed: those of the layout's own chunk layout.
+
+    A runtime calls the same ones for every other chunk layout that fits.
+    """
     for chunk in chunks:
-        if not compatible(spec, chunk):
-            continue
-        ir = lower(spec, chunk, pad=symbol("PAD"))
-        found = () if unsupported(spec, ir) else kernels(spec, chunk, ir)
-        for geometry in geometries(spec):
-            prove(Subject(spec, chunk, ir, geometry), found)
+        if chunk.chunk == spec.chunk and not unsupported(spec, ir := lower(spec, chunk)):
+            return kernels(spec, chunk, ir)
+    return ()
+
+
+def subjects(spec: LayoutSpec, chunks: Iterable[ChunkSpec]) -> Iterator[Subject]:
+    """The layout against each of ``chunks`` on each small geometry of the proof."""
+    chunks = tuple(chunks)
+    for geometry in geometries(spec):
+        places, starts = engine_places(spec, geometry), view_starts(spec, geometry)
+        for chunk in chunks:
+            yield Subject(spec, chunk, geometry, places, starts)
 
 
 def geometries(spec: LayoutSpec) -> tuple[Geometry, ...]:
-    """The small geometries of the proof: tight, padded where blocks can be, another item size."""
+    """The small geometries of the proof: one tight, one with padded blocks, one of other elements.
+
+    No two products of sizes are equal on all of them: a stride that names a wrong size is seen.
+    """
     base = tiny(spec)
-    found = [base]
-    if "block" in spec.memory or any(not isinstance(item, str) for item in spec.memory):
-        found.append(replace(base, pad=64))
-    if not spec.declared_fields and not spec.split:
-        found.append(replace(base, itembits=8, block_size=3, layers=3))
-    return tuple(found)
+    tokens, elements = units(spec, base.itembits)
+    padded = replace(base, block_size=max(4, 2 * tokens), head_size=3 * elements, pad=64)
+    itembits = 32 if spec.split else 8
+    tokens, elements = units(spec, itembits)
+    heads = 4 if base.heads > 1 else 1
+    other = Geometry(3, 2, 2 * tokens, heads, 3 * elements, itembits)
+    return base, padded, other
 
 
-def prove(subject: Subject, kernels_of_layout: Sequence[Kernel]) -> None:
-    """Compare all readings of one layout on one geometry; ProofError where two disagree."""
-    places = _engine_grains(subject)
-    rows = dict(_chunk_grains(subject))
-    expected = _pairs(subject, places, rows, range(subject.geometry.tokens))
-    total = max(rows.values()) + subject.grain
-    if len(rows) * subject.grain != total or len(set(rows.values())) != len(rows):
-        raise ProofError(f"{_name(subject)}: the chunk has {total} bits, not one for each element")
-    _compare(subject, "components", _component_pairs(subject, subject.ir.components), expected)
+def prove_ir(subject: Subject, ir: LayoutIR) -> None:
+    """The components, and the runs they are fused to, move the payload; ProofError if not."""
+    payload, values = subject.payload, ir.values(subject.geometry.symbols)
+    if sum(move.bits for move in payload) != max(move.chunk + move.bits for move in payload):
+        raise ProofError(f"{subject}: the chunk has bits that belong to no element")
+    step = [] if ir.view_step is None else [ir.view_step.evaluate(values)]
+    apart = {two - one for one, two in pairwise(subject.starts)}
+    if apart != set(step):
+        raise ProofError(f"{subject}: the views lie {apart} bits apart, not {step}")
+    found = _component_moves(subject, ir.components, values)
+    compare(f"{subject}: components", found, payload, subject.table)
     for addressing in ADDRESSINGS:
-        found = _component_pairs(subject, moves(subject.ir, addressing))
-        _compare(subject, f"runs by {addressing}", found, expected)
-    for kernel in kernels_of_layout:
-        entries = _entries(subject.geometry, kernel.addressing)
-        expected = _pairs(
-            subject, places, rows, _slots(subject.geometry, kernel.addressing, entries)
-        )
-        _compare(subject, kernel.name, _kernel_pairs(subject, kernel, entries), expected)
+        found = _component_moves(subject, moves(ir, addressing), values)
+        compare(f"{subject}: runs by {addressing}", found, payload, subject.table)
 
 
-def _name(subject: Subject) -> str:
-    return f"{subject.spec.layout} against chunk {subject.chunk.chunk} on {subject.geometry}"
-
-
-def _compare(
-    subject: Subject,
-    reading: str,
-    found: Iterable[tuple[EngineBit, int]],
-    expected: Mapping[EngineBit, int],
-) -> None:
-    """The pairs of ``reading`` are those ``expected``, each once."""
-    engine_to_chunk: dict[EngineBit, int] = {}
-    chunk_to_engine: dict[int, EngineBit] = {}
-    for engine, chunk in found:
-        for seen, one, other in (
-            (engine_to_chunk.get(engine), "engine", chunk),
-            (chunk_to_engine.get(chunk), "chunk", engine),
-        ):
-            if seen is not None:
-                place = engine if one == "engine" else chunk
-                raise ProofError(
-                    f"{_name(subject)}: {reading}: two elements collide at {one} bit {place}: "
-                    f"the other sides are {seen} and {other}"
-                )
-        if engine not in expected:
-            raise ProofError(
-                f"{_name(subject)}: {reading}: touches engine bit {engine}, which is padding or "
-                f"outside, for chunk bit {chunk}"
-            )
-        if expected[engine] != chunk:
-            raise ProofError(
-                f"{_name(subject)}: {reading}: engine bit {engine} goes to chunk bit {chunk}, "
-                f"but belongs to chunk bit {expected[engine]}"
-            )
-        engine_to_chunk[engine] = chunk
-        chunk_to_engine[chunk] = engine
-    missed = expected.keys() - engine_to_chunk.keys()
-    if missed:
-        engine = min(missed)
-        raise ProofError(
-            f"{_name(subject)}: {reading}: {len(missed)} places are never moved, first engine bit "
-            f"{engine} with chunk bit {expected[engine]}"
-        )
-
-
-# --- the walk's reading --------------------------------------------------------------------------
-
-Grain = tuple[Element, int]
-
-
-def _bits_of(subject: Subject, element: Element) -> int:
-    fields = subject.spec.declared_fields
-    return fields[element.field].element_bits if fields else subject.geometry.itembits
-
-
-def _engine_grains(subject: Subject) -> dict[Grain, EngineBit]:
-    found: dict[Grain, EngineBit] = {}
-    for element, place in engine_places(subject.spec, subject.geometry).items():
-        for offset in range(0, _bits_of(subject, element), subject.grain):
-            found[element, offset] = _absolute(subject, place.tensor, place.bit + offset)
-    return found
-
-
-def _absolute(subject: Subject, tensor: int, bit: int) -> EngineBit:
-    step = subject.ir.view_step
-    if step is None:
-        return tensor, bit
-    return 0, tensor * step.evaluate(subject.values) + bit
-
-
-def _chunk_grains(subject: Subject) -> Iterator[tuple[Grain, int]]:
-    for element, bit in chunk_bits(subject.spec, subject.chunk, subject.geometry):
-        for offset in range(0, _bits_of(subject, element), subject.grain):
-            yield (element, offset), bit + offset
-
-
-def _pairs(
-    subject: Subject,
-    places: Mapping[Grain, EngineBit],
-    rows: Mapping[Grain, int],
-    slots: Sequence[int],
-) -> dict[EngineBit, int]:
-    """Engine bit → chunk bit where chunk token t belongs to ``slots[t]``; negative is skipped."""
-    size = subject.geometry.block_size
-    found: dict[EngineBit, int] = {}
-    for (element, offset), bit in rows.items():
-        slot = slots[element.block * size + element.token]
-        if slot >= 0:
-            block, token = divmod(slot, size)
-            found[places[element._replace(block=block, token=token), offset]] = bit
-    return found
-
-
-# --- the components' reading ---------------------------------------------------------------------
-
-
-def _component_pairs(
-    subject: Subject, components: Iterable[Component]
-) -> Iterator[tuple[EngineBit, int]]:
-    values = subject.values
+def _component_moves(
+    subject: Subject, components: Iterable[Component], values: Mapping[str, int]
+) -> Iterator[Move]:
     for component in components:
-        start = tuple(
-            base.evaluate(values) for base in (component.pointer, component.engine, component.chunk)
-        )
+        bases = (component.pointer, component.engine, component.chunk)
+        start = tuple(base.evaluate(values) for base in bases)
         run = component.run.evaluate(values)
         for pointer, engine, chunk in _steps(component.dims, start, values):
-            for bit in range(0, run, subject.grain):
-                yield _absolute(subject, pointer, engine + bit), chunk + bit
+            yield Move(*subject.absolute(pointer, engine), chunk, run)
 
 
 def _steps(
-    dims: tuple[Dim, ...], at: tuple[int, ...], values: Mapping[str, int]
-) -> Iterator[tuple[int, ...]]:
-    if not dims:
-        yield at
+    dims: Iterable[Dim], start: tuple[int, ...], values: Mapping[str, int]
+) -> list[tuple[int, ...]]:
+    found = [start]
+    for dim in dims:
+        steps = [step.evaluate(values) for step in (dim.pointer, dim.engine, dim.chunk)]
+        extent = dim.extent.evaluate(values)
+        found = [
+            tuple(base + i * step for base, step in zip(at, steps, strict=True))
+            for at in found
+            for i in range(extent)
+        ]
+    return found
+
+
+def calls_of(subject: Subject, ir: LayoutIR) -> Iterator[Call]:
+    """The calls on which the kernels of ``subject``'s layout are proved."""
+    (component,) = ir.components
+    return calls(component, subject.table, subject.places, subject.spec.lists)
+
+
+def prove_kernel(subject: Subject, kernel: Kernel, call: Call) -> None:
+    """A kernel, called as ``call`` says, moves what it must; ProofError if not."""
+    if kernel.addressing != call.addressing:
         return
-    steps = [step.evaluate(values) for step in (dims[0].pointer, dims[0].engine, dims[0].chunk)]
-    for i in range(dims[0].extent.evaluate(values)):
-        moved = tuple(base + i * step for base, step in zip(at, steps, strict=True))
-        yield from _steps(dims[1:], moved, values)
-
-
-# --- the kernels' reading ------------------------------------------------------------------------
-
-
-def _entries(geometry: Geometry, addressing: Addressing) -> list[int]:
-    """An index array that leaves nothing in order: reversed, and one token skipped."""
-    if addressing == "blocks":
-        return list(reversed(range(geometry.blocks)))
-    slots = list(reversed(range(geometry.tokens)))
-    slots[1] = -1
-    return slots
-
-
-def _slots(geometry: Geometry, addressing: Addressing, entries: Sequence[int]) -> list[int]:
-    if addressing == "slots":
-        return list(entries)
-    size = geometry.block_size
-    return [block * size + token for block in entries for token in range(size)]
-
-
-def geometry_row(
-    component: Component, addressing: Addressing, geometry: Geometry
-) -> dict[str, int]:
-    """The columns of the geometry array, in bytes and counts, as a runtime would fill them."""
-    values = geometry.symbols
-    exact = replace(
-        component,
-        run=to_expr(component.run.evaluate(values)),
-        dims=tuple(_numbers(dim, values) for dim in component.dims),
-    )
-    fused = fuse(exact, addressing)
-    row = {"block_size": geometry.block_size, "run": _bytes(fused.run)}
-    for name in columns(component):
-        side, _, axis = name.partition(".")
-        dim = exact.dim(axis)
-        if side == "count":
-            kept = fused.dim(axis)
-            row[name] = kept.extent.evaluate({}) if kept is not None else 1
-        elif dim is not None:
-            row[name] = _bytes(dim.engine if side == "engine" else dim.chunk)
-    return row
-
-
-def _numbers(dim: Dim, values: Mapping[str, int]) -> Dim:
-    def number(value: Expr) -> Expr:
-        return to_expr(value.evaluate(values))
-
-    return Dim(dim.axis, *map(number, (dim.extent, dim.pointer, dim.engine, dim.chunk)))
-
-
-def _bytes(bits: Expr) -> int:
-    return bits.evaluate({}) // 8
-
-
-def _kernel_pairs(
-    subject: Subject, kernel: Kernel, entries: Sequence[int]
-) -> Iterator[tuple[EngineBit, int]]:
-    (component,) = subject.ir.components
-    geometry = subject.geometry
-    row = geometry_row(component, kernel.addressing, geometry)
-    outer = {"layer_first": 0, "layer_last": geometry.layers, "first": 0, "last": len(entries)}
-    values = {**row, **outer, "NL": geometry.layers}
-    for pointer, engine, chunk in _run_loops(kernel, 0, values, entries, 0, 0):
-        for byte in range(0, row["run"], subject.grain // 8):
-            yield _absolute(subject, pointer, 8 * (engine + byte)), 8 * (chunk + byte)
-
-
-def _run_loops(
-    kernel: Kernel,
-    depth: int,
-    values: dict[str, int],
-    entries: Sequence[int],
-    engine: int,
-    chunk: int,
-) -> Iterator[tuple[int, int, int]]:
-    """The addresses of every copy, in the nest's order, by the expressions that are printed."""
-    if depth == len(kernel.loops):
-        yield kernel.pointer.evaluate(values), engine, chunk
-        return
-    loop = kernel.loops[depth]
-    for step in range(loop.first.evaluate(values), loop.last.evaluate(values)):
-        inside = {**values, loop.variable: step}
-        if loop.entry:
-            inside[loop.entry] = entries[step]
-            if loop.skips and entries[step] < 0:
-                continue
-        for name, value in loop.lets:
-            inside[name] = value.evaluate(inside)
-        moved_engine = engine + loop.engine.evaluate(inside)
-        moved_chunk = chunk + loop.chunk.evaluate(inside)
-        yield from _run_loops(kernel, depth + 1, inside, entries, moved_engine, moved_chunk)
+    reading = f"{subject}: {kernel.name}, {call.name}"
+    # More copies than elements can't be right: a loop that runs away is cut short.
+    enough = len(call.table.located) + 1
+    try:
+        found = list(islice(kernel_moves(kernel, call), enough))
+    except KeyError as error:
+        raise ProofError(f"{reading}: reads {error.args[0]}, which it does not have") from None
+    except ZeroDivisionError:
+        raise ProofError(f"{reading}: divides by zero") from None
+    if not call.unlike:
+        found = [Move(*subject.absolute(*move[:2]), *move[2:]) for move in found]
+    compare(reading, found, call.expected, call.table)

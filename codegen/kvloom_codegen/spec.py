@@ -6,21 +6,21 @@ The manual is specs/README.md. Models are strict and frozen; an unknown key is a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
     Field,
+    PlainValidator,
     Tag,
     ValidationError,
 )
 from pydantic_core import ErrorDetails
 
-from kvloom_codegen.problems import Problem
+from kvloom_codegen.problems import Problem, quoted
 from kvloom_codegen.sources import PathInFile, Source
 
 # Bits of one element by dtype name; the names are the ones a spec may use.
@@ -29,9 +29,11 @@ AXES = ("layer", "kv", "block", "token", "head", "elem", "one")
 SPLIT_AXES = ("elem", "token")
 LIST_AXES = ("layer", "kv", "field")
 CHUNK_AXES = ("layer", "kv", "token", "head", "field", "elem")
-MEMBER = r"[a-z][a-z0-9_]*"
+BRANCHES = ("kv", "field", "region")
+VIEW_EXTENTS = ("NL", "NB", "BS", "NH", "HS")
+LONGEST_NAME = 64
 
-_SPLIT = re.compile(rf"({'|'.join(SPLIT_AXES)})([/%])({MEMBER})")
+_SPLIT = re.compile(rf"({'|'.join(SPLIT_AXES)})([/%])([a-z])")
 
 
 def split_item(item: str) -> tuple[str, str, str] | None:
@@ -44,48 +46,121 @@ class _Model(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
-def _axis(value: str) -> str:
-    if value in AXES or split_item(value):
-        return value
-    splits = ", ".join(f"{axis}/x, {axis}%x" for axis in SPLIT_AXES)
-    raise ValueError(f"'{value}' is no axis; allowed: {', '.join(AXES)}, {splits}")
+# --- words, names and numbers --------------------------------------------------------------------
 
 
-def _one_of(allowed: tuple[str, ...]) -> AfterValidator:
-    def check(value: str) -> str:
-        if value not in allowed:
-            raise ValueError(f"'{value}'; allowed: {', '.join(allowed)}")
+def _only(meaning: str, fits: Callable[[Any], bool]) -> PlainValidator:
+    """A value that ``fits``; ``meaning`` says in words what does."""
+
+    def check(value: Any) -> Any:
+        if not fits(value):
+            raise ValueError(f"{quoted(value)}; allowed: {meaning}")
         return value
 
-    return AfterValidator(check)
+    return PlainValidator(check)
 
 
-def _text(pattern: str, meaning: str) -> AfterValidator:
-    def check(value: str) -> str:
-        if not re.fullmatch(pattern, value):
-            raise ValueError(f"'{value}'; allowed: {meaning}")
-        return value
-
-    return AfterValidator(check)
+def _is_text(value: Any, pattern: str) -> bool:
+    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
-def _prose(value: str) -> str:
-    if not value.strip():
-        raise ValueError("empty; allowed: one sentence or more")
-    return " ".join(value.split())
+def _is_number(value: Any, least: int) -> bool:
+    return isinstance(value, int) and value >= least
 
 
-PlainAxis: TypeAlias = Annotated[str, _one_of(AXES)]
-Alias: TypeAlias = Annotated[
+def _one_of(words: tuple[str, ...], more: str = "") -> PlainValidator:
+    return _only(", ".join(words) + more, lambda value: isinstance(value, str) and value in words)
+
+
+def _name(pattern: str, meaning: str) -> PlainValidator:
+    def fits(value: Any) -> bool:
+        return _is_text(value, pattern) and len(value) <= LONGEST_NAME
+
+    return _only(f"{meaning}, {LONGEST_NAME} characters at most", fits)
+
+
+def _prose(value: Any) -> str:
+    """Text that can stand in a docstring and in a table of Markdown, its line breaks folded."""
+    text = " ".join(value.split()) if isinstance(value, str) else ""
+    if not text:
+        raise ValueError(f"{quoted(value)}; allowed: text")
+    for bad in ("\\", '"""', "|", "<"):
+        if bad in text:
+            raise ValueError(f"holds {bad}; allowed: text without it")
+    return text
+
+
+_SPLITS = tuple(f"{axis}{part}x" for axis in SPLIT_AXES for part in "/%")
+
+Axis: TypeAlias = Annotated[
     str,
-    _text(r"[a-z0-9.]+(-[a-z0-9.]+)*", "lower-case letters, digits and dots, with dashes between"),
+    _only(
+        ", ".join((*AXES, *_SPLITS)),
+        lambda value: isinstance(value, str) and (value in AXES or split_item(value) is not None),
+    ),
 ]
+PlainAxis: TypeAlias = Annotated[str, _one_of(AXES)]
+ListAxis: TypeAlias = Annotated[str, _one_of(LIST_AXES)]
+ChunkAxis: TypeAlias = Annotated[str, _one_of(CHUNK_AXES)]
+Dtype: TypeAlias = Annotated[str, _one_of(tuple(DTYPES))]
+Attention: TypeAlias = Annotated[Literal["mha", "mla"], _one_of(("mha", "mla"))]
+
 LayoutName: TypeAlias = Annotated[
-    str, _text(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*", "upper-case words with underscores")
+    str, _name(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*", "upper-case words with underscores")
 ]
-ChunkName: TypeAlias = Annotated[str, _text(MEMBER, "lower-case words with underscores")]
-Prose: TypeAlias = Annotated[str, AfterValidator(_prose)]
-Positive: TypeAlias = Annotated[int, Field(gt=0)]
+ChunkName: TypeAlias = Annotated[
+    str, _name(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", "lower-case words with underscores")
+]
+FieldName: TypeAlias = ChunkName
+ModelName: TypeAlias = Annotated[
+    str, _name(r"[a-z][a-z0-9]*([-.][a-z0-9]+)*", "lower-case words with dashes and dots")
+]
+Alias: TypeAlias = Annotated[
+    str, _name(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", "lower-case words with dashes")
+]
+Prose: TypeAlias = Annotated[str, PlainValidator(_prose)]
+Count: TypeAlias = Annotated[int, _only("a whole number", lambda value: _is_number(value, 0))]
+Positive: TypeAlias = Annotated[
+    int, _only("a whole number above 0", lambda value: _is_number(value, 1))
+]
+Width: TypeAlias = Annotated[
+    int | str,
+    _only(
+        "a whole number above 0, HS, or a part of it such as HS/16",
+        lambda value: _is_number(value, 1) or _is_text(value, r"HS(/[1-9][0-9]{0,5})?"),
+    ),
+]
+Factor: TypeAlias = Annotated[
+    int | str,
+    _only(
+        "a whole number above 1, or as many as fill a multiple of 4 bytes, such as 16/itemsize",
+        lambda value: _is_number(value, 2) or _fills_bytes(value),
+    ),
+]
+Padding: TypeAlias = Annotated[
+    int | str,
+    _only(
+        "any, or a whole number of bytes above 1",
+        lambda value: value == "any" or _is_number(value, 2),
+    ),
+]
+ViewExtent: TypeAlias = Annotated[
+    int | str,
+    _only(
+        f"a whole number above 0, {', '.join(VIEW_EXTENTS)}",
+        lambda value: _is_number(value, 1) or (isinstance(value, str) and value in VIEW_EXTENTS),
+    ),
+]
+
+
+def _fills_bytes(value: Any) -> bool:
+    """``16/itemsize``: whole elements of every dtype must fill the bytes."""
+    if not _is_text(value, r"[1-9][0-9]{0,5}/itemsize"):
+        return False
+    return 8 * int(value.partition("/")[0]) % max(DTYPES.values()) == 0
+
+
+# --- the tree ------------------------------------------------------------------------------------
 
 
 class Fuse(_Model):
@@ -120,17 +195,14 @@ class RegionBranch(_Model):
 
 
 def _item_kind(value: Any) -> str:
+    """The tag of an item: the one key of a mapping, axis for text."""
     if isinstance(value, dict) and len(value) == 1:
-        (word,) = value
-        if word in ("fuse", "kv", "field", "region"):
-            return str(word)
-    if isinstance(value, BaseModel):
-        return type(value).__name__.removesuffix("Branch").lower()
-    return "axis" if isinstance(value, str) else "unknown"
+        return str(next(iter(value)))
+    return "" if isinstance(value, (dict, tuple)) else "axis"
 
 
 Item: TypeAlias = Annotated[
-    Annotated[str, AfterValidator(_axis), Tag("axis")]
+    Annotated[Axis, Tag("axis")]
     | Annotated[Fuse, Tag("fuse")]
     | Annotated[KvBranch, Tag("kv")]
     | Annotated[FieldBranch, Tag("field")]
@@ -157,24 +229,15 @@ def branch_word(branch: Branch) -> str:
     return "field" if isinstance(branch, FieldBranch) else "region"
 
 
-def _width(value: int | str) -> int | str:
-    if isinstance(value, str) and not re.fullmatch(r"HS(/[1-9][0-9]*)?", value):
-        raise ValueError(f"'{value}'; allowed: a positive number, HS, or HS/ and a number")
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"{value}; allowed: a positive number, HS, or HS/ and a number")
-    return value
-
-
-Width: TypeAlias = Annotated[int | str, AfterValidator(_width)]
-Dtype: TypeAlias = Annotated[str, _one_of(tuple(DTYPES))]
+# --- layouts, chunks and models ------------------------------------------------------------------
 
 
 class FieldSpec(_Model):
     """One part of a token's data that has an element type and a width of its own."""
 
     dtype: Dtype | None = None
-    bits: Annotated[int, Field(ge=1, le=7)] | None = None
-    first: Literal["low", "high"] | None = None
+    bits: Annotated[Literal[4], _only("4", lambda value: value == 4)] | None = None
+    first: Annotated[Literal["low", "high"], _one_of(("low", "high"))] | None = None
     width: Width
 
     @property
@@ -202,47 +265,17 @@ class AtBind(_Model):
     at_bind: Example
 
 
-def _split_factor(value: int | str) -> int | str:
-    if isinstance(value, str) and not re.fullmatch(r"[1-9][0-9]*/itemsize", value):
-        raise ValueError(f"'{value}'; allowed: a number above 1, or bytes as in 16/itemsize")
-    if isinstance(value, int) and value < 2:
-        raise ValueError(f"{value}; allowed: a number above 1, or bytes as in 16/itemsize")
-    return value
-
-
-SplitFactor: TypeAlias = Annotated[int | str, AfterValidator(_split_factor)]
-
-
-def _pad(value: int | str) -> int | str:
-    if isinstance(value, str) and value != "any":
-        raise ValueError(f"'{value}'; allowed: any, or a number of bytes above 1")
-    if isinstance(value, int) and value < 2:
-        raise ValueError(f"{value}; allowed: any, or a number of bytes above 1")
-    return value
-
-
 class Pad(_Model):
     """How an engine pads the block axis."""
 
-    block: Annotated[int | str, AfterValidator(_pad)]
-
-
-def _view_extent(value: int | str) -> int | str:
-    allowed = ("NL", "NB", "BS", "NH", "HS")
-    if isinstance(value, str) and value not in allowed:
-        raise ValueError(f"'{value}'; allowed: a positive number, {', '.join(allowed)}")
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"{value}; allowed: a positive number, {', '.join(allowed)}")
-    return value
+    block: Padding
 
 
 class View(_Model):
     """The dtype and shape an engine registers where they say less than the memory."""
 
     dtype: Dtype
-    shape: Annotated[
-        tuple[Annotated[int | str, AfterValidator(_view_extent)], ...], Field(min_length=1)
-    ]
+    shape: Annotated[tuple[ViewExtent, ...], Field(min_length=1)]
 
 
 def _fields_kind(value: Any) -> str:
@@ -261,20 +294,23 @@ class LayoutSpec(_Model):
     """specs/layouts/<NAME>.yaml: what one engine's KV cache looks like in memory."""
 
     layout: LayoutName
-    id: Annotated[int, Field(ge=0)] | None = None
-    attention: Literal["mha", "mla"]
+    id: Count | None = None
+    attention: Attention
     engines: Annotated[tuple[EngineSpec, ...], Field(min_length=1)]
     doc: Prose
-    lists: tuple[Annotated[str, _one_of(LIST_AXES)], ...]
+    lists: tuple[ListAxis, ...]
     memory: Items
     chunk: ChunkName
     fields: Annotated[
-        Annotated[AtBind, Tag("at_bind")] | Annotated[dict[str, FieldSpec], Tag("declared")],
+        Annotated[AtBind, Tag("at_bind")]
+        | Annotated[dict[FieldName, FieldSpec], Field(min_length=1), Tag("declared")],
         Discriminator(_fields_kind),
     ] = Field(default_factory=dict)
-    split: dict[str, SplitFactor] = Field(default_factory=dict)
+    split: Annotated[dict[str, Factor], Field(min_length=1)] = Field(default_factory=dict)
     pad: Pad | None = None
-    views: tuple[Literal["layer"], ...] = ()
+    views: Annotated[
+        tuple[Literal["layer"], ...], _only("[layer]", lambda value: value == ("layer",))
+    ] = ()
     view: View | None = None
 
     @property
@@ -296,7 +332,13 @@ class LayoutSpec(_Model):
 class ChunkFuse(_Model):
     """The axes that make up a chunk's contiguous row."""
 
-    fuse: Annotated[tuple[Annotated[str, _one_of(CHUNK_AXES)], ...], Field(min_length=2)]
+    fuse: Annotated[tuple[ChunkAxis, ...], Field(min_length=2)]
+
+
+ChunkItem: TypeAlias = Annotated[
+    Annotated[ChunkAxis, Tag("axis")] | Annotated[ChunkFuse, Tag("fuse")],
+    Discriminator(_item_kind),
+]
 
 
 class ChunkSpec(_Model):
@@ -304,9 +346,7 @@ class ChunkSpec(_Model):
 
     chunk: ChunkName
     doc: Prose
-    memory: Annotated[
-        tuple[Annotated[str, _one_of(CHUNK_AXES)] | ChunkFuse, ...], Field(min_length=1)
-    ]
+    memory: Annotated[tuple[ChunkItem, ...], Field(min_length=1)]
 
     @property
     def axes(self) -> tuple[tuple[str, ...], ...]:
@@ -322,9 +362,9 @@ class ChunkSpec(_Model):
 class ModelSpec(_Model):
     """specs/models/<name>.yaml: the KV-cache geometry of one model."""
 
-    model: Alias
+    model: ModelName
     doc: Prose
-    attention: Literal["mha", "mla"]
+    attention: Attention
     layers: Positive
     heads: Positive = 1
     head_size: Positive
@@ -359,74 +399,87 @@ def axes_of(spec: LayoutSpec) -> set[str]:
     return {split[0] if (split := split_item(word)) else word for word in words}
 
 
+# --- from a file to its model --------------------------------------------------------------------
+
+
 def parse(kind: str, source: Source) -> AnySpec | list[Problem]:
     """The typed spec of ``source``, or all that is wrong with its words."""
     model = MODELS[kind]
     try:
         return model.model_validate(source.data)
     except ValidationError as error:
-        return [_problem(source, model, detail) for detail in error.errors()]
+        found = [(_path_in_file(source, detail["loc"]), detail) for detail in error.errors()]
+        return [
+            _problem(source, model, path, detail)
+            for path, detail in found
+            if path not in source.faults and not _counts_only_right_entries(detail)
+        ]
+
+
+def _counts_only_right_entries(detail: ErrorDetails) -> bool:
+    """Whether a list is only too short without its wrong entries, which are reported anyway."""
+    if detail["type"] != "too_short":
+        return False
+    return len(detail["input"]) >= int(detail["ctx"]["min_length"])
 
 
 _MEANINGS = {
-    "string_type": "text",
-    "int_type": "a whole number",
     "tuple_type": "a list",
     "dict_type": "a mapping",
     "model_type": "a mapping",
-    "union_tag_invalid": f"one of the axes {', '.join(AXES)}, or one of fuse, kv, field, region",
 }
 
 
-def _problem(source: Source, model: type[_Model], detail: ErrorDetails) -> Problem:
+def _problem(
+    source: Source, model: type[_Model], path: PathInFile, detail: ErrorDetails
+) -> Problem:
     """One of pydantic's findings in the words of the spec language."""
-    path = _path_in_file(source, detail["loc"])
     kind, got, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "missing":
-        return source.problem((*path, detail["loc"][-1]), "is missing; it is required")
+        word = str(detail["loc"][-1])
+        return source.problem((*path, word), "is missing; it is required")
     if kind == "extra_forbidden":
         allowed = ", ".join(_model_at(path[:-1], model).model_fields)
         return source.problem(path, f"unknown key; allowed: {allowed}")
+    if kind == "too_short":
+        return source.problem(path, f"holds {len(got)}; allowed: {context['min_length']} or more")
+    if kind == "union_tag_invalid":
+        words = "fuse" if model is ChunkSpec else ", ".join(("fuse", *BRANCHES))
+        return source.problem(
+            path, f"{quoted(got)}; allowed: an axis, or a mapping of one key: {words}"
+        )
     if kind == "value_error":
         return source.problem(path, str(context["error"]))
-    if kind == "literal_error":
-        return source.problem(path, f"{_show(got)}; allowed: {context['expected']}")
-    if kind == "too_short":
-        message = f"{context['actual_length']} items; allowed: {context['min_length']} or more"
-        return source.problem(path, message)
-    if kind in _MEANINGS:
-        return source.problem(path, f"{_show(got)}; allowed: {_MEANINGS[kind]}")
-    return source.problem(path, f"{_show(got)}; {detail['msg'][0].lower()}{detail['msg'][1:]}")
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, tuple):
-        return "a list"
-    return "a mapping" if isinstance(value, dict) else f"'{value}'"
+    return source.problem(path, f"{quoted(got)}; allowed: {_MEANINGS[kind]}")
 
 
 def _path_in_file(source: Source, location: PathInFile) -> PathInFile:
     """pydantic's location without the tags of unions, which are no keys of the file."""
     path: PathInFile = ()
-    for part in location:
-        if (*path, part) in source.marks:
+    for i, part in enumerate(location):
+        is_tag = i == 1 and path == ("fields",)
+        if not is_tag and (*path, part) in source.marks:
             path = (*path, part)
     return path
 
 
 def _model_at(path: PathInFile, top: type[_Model]) -> type[_Model]:
     """The model that the mapping at ``path`` is read by."""
-    words = [part for part in path if isinstance(part, str)]
-    if not words:
-        return top
-    nested: dict[str, type[_Model]] = {
-        "engines": EngineSpec,
-        "pad": Pad,
-        "view": View,
-        "kv": KvMembers,
-        "at_bind": Example,
-        "example": ExampleField,
-    }
-    if words[-1] in nested:
-        return nested[words[-1]]
-    return FieldSpec if words[0] == "fields" else top
+    match path:
+        case ():
+            return top
+        case ("engines", _):
+            return EngineSpec
+        case ("pad",):
+            return Pad
+        case ("view",):
+            return View
+        case ("fields",):
+            return AtBind
+        case ("fields", "at_bind"):
+            return Example
+        case ("fields", "at_bind", "example", _):
+            return ExampleField
+        case ("fields", _):
+            return FieldSpec
+    return KvMembers

@@ -79,17 +79,32 @@ class Place(NamedTuple):
 
 def tiny(spec: LayoutSpec, blocks: int = 3, pad: int = 0) -> Geometry:
     """The smallest geometry with more than one of everything in which all divisions are exact."""
-    size, block_size = 2, 2
+    tokens, elements = units(spec, itembits=16)
+    if spec.declared_fields:
+        elements *= 2  # a field of HS/16 has more than one element too
+    heads = 1 if "head" not in axes_of(spec) else 2
+    return Geometry(2, blocks, lcm(2, tokens), heads, lcm(2, elements), pad=pad)
+
+
+def units(spec: LayoutSpec, itembits: int) -> tuple[int, int]:
+    """The numbers that a block's tokens and a head's elements must be multiples of."""
+    tokens, elements = 1, 1
+    words = set(axis_words(spec.memory))
     for name, factor in spec.split.items():
-        by = factor if isinstance(factor, int) else int(factor.split("/")[0]) // 2
-        size = lcm(size, by)
-        if f"token/{name}" in axis_words(spec.memory):
-            block_size = lcm(block_size, by)
+        by = factor_value(factor, itembits)
+        if f"token/{name}" in words:
+            tokens = lcm(tokens, by)
+        if f"elem/{name}" in words:
+            elements = lcm(elements, by)
     for one in spec.declared_fields.values():
         if isinstance(one.width, str) and "/" in one.width:
-            size = lcm(size, int(one.width.split("/")[1]) * 2)
-    heads = 1 if "head" not in axes_of(spec) else 2
-    return Geometry(2, blocks, block_size, heads, size, pad=pad)
+            elements = lcm(elements, int(one.width.split("/")[1]))
+    return tokens, elements
+
+
+def factor_value(factor: int | str, itembits: int) -> int:
+    """Elements in one group of a split axis."""
+    return factor if isinstance(factor, int) else int(factor.split("/")[0]) * 8 // itembits
 
 
 @dataclass
@@ -101,6 +116,9 @@ class _Cursor:
     bit: int = 0
     tensor: int = 0
     placed: dict[Element, Place] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.fields = self.spec.declared_fields
 
     def lay(self, items: tuple[Item, ...], at: dict[str, int], name: str) -> None:
         if not items:
@@ -139,14 +157,11 @@ class _Cursor:
 
     def _pad(self, start: int) -> None:
         if self.spec.pad is not None and isinstance(self.spec.pad.block, int):
-            unit = 8 * self.spec.pad.block
-            while (self.bit - start) % unit:
-                self.bit += 1
+            self.bit += (start - self.bit) % (8 * self.spec.pad.block)
         self.bit += self.geometry.pad
 
     def _put(self, at: dict[str, int], name: str) -> None:
-        fields = self.spec.declared_fields
-        bits = fields[name].element_bits if fields else self.geometry.itembits
+        bits = self.fields[name].element_bits if name else self.geometry.itembits
         element = Element(
             at.get("layer", 0),
             at.get("kv", 0),
@@ -166,10 +181,7 @@ class _Cursor:
         return at[f"{axis}/{name}"] * self._factor(name) + at[f"{axis}%{name}"]
 
     def _factor(self, name: str) -> int:
-        factor = self.spec.split[name]
-        if isinstance(factor, int):
-            return factor
-        return int(factor.split("/")[0]) * 8 // self.geometry.itembits
+        return factor_value(self.spec.split[name], self.geometry.itembits)
 
     def _extent(self, axis: str, name: str) -> int:
         split = split_item(axis)
@@ -178,7 +190,7 @@ class _Cursor:
             by = self._factor(factor)
             return by if part == "%" else self._extent(whole, name) // by
         if axis == "elem" and name:
-            return width(self.spec.declared_fields[name], self.geometry)
+            return width(self.fields[name], self.geometry)
         geometry = self.geometry
         return {
             "layer": geometry.layers,
@@ -214,15 +226,26 @@ def engine_places(spec: LayoutSpec, geometry: Geometry) -> dict[Element, Place]:
 
 
 def _view_places(spec: LayoutSpec, geometry: Geometry) -> dict[Element, Place]:
-    cursor = _Cursor(spec, geometry)
-    cursor.lay(spec.memory, {}, "")
-    starts: dict[int, int] = {}
-    for element, place in cursor.placed.items():
-        starts[element.layer] = min(place.bit, starts.get(element.layer, place.bit))
+    starts = view_starts(spec, geometry)
     return {
         element: Place(element.layer, place.bit - starts[element.layer])
-        for element, place in cursor.placed.items()
+        for element, place in _buffer(spec, geometry).items()
     }
+
+
+def view_starts(spec: LayoutSpec, geometry: Geometry) -> list[int]:
+    """Where each layer's view starts in the one buffer, in bits; nothing without views."""
+    starts: dict[int, int] = {}
+    if spec.views:
+        for element, place in _buffer(spec, geometry).items():
+            starts[element.layer] = min(place.bit, starts.get(element.layer, place.bit))
+    return [starts[layer] for layer in sorted(starts)]
+
+
+def _buffer(spec: LayoutSpec, geometry: Geometry) -> dict[Element, Place]:
+    cursor = _Cursor(spec, geometry)
+    cursor.lay(spec.memory, {}, "")
+    return cursor.placed
 
 
 def chunk_bits(
@@ -231,6 +254,7 @@ def chunk_bits(
     """Each element of a cache with its bit in a tight chunk that holds every slot in order."""
     fields = spec.declared_fields
     names = list(fields) or [""]
+    has_kv = "kv" in axes_of(spec)
     bit = 0
 
     def extent(axis: str, name: str) -> int:
@@ -239,7 +263,7 @@ def chunk_bits(
         if axis == "token":
             return geometry.tokens
         if axis == "kv":
-            return 2 if "kv" in axes_of(spec) else 1
+            return 2 if has_kv else 1
         return geometry.layers if axis == "layer" else geometry.heads
 
     def lay(axes: tuple[str, ...], at: dict[str, int], name: str) -> Iterator[tuple[Element, int]]:
