@@ -13,7 +13,10 @@ from typing import TypeAlias
 
 # The order in which factors are written: loop variables, then counts from the outside in, then
 # what else there is (split factors, columns of the geometry array), the element last.
-VARIABLES = ("layer", "kv", "position", "slot", "block", "token", "head")
+VARIABLES = (
+    *("layer", "kv", "position", "slot", "block", "token", "head"),
+    *("slot_ahead", "block_ahead", "token_ahead"),
+)
 ORDER = ("NL", "KV", "NB", "BS", "NH", "HS", "ITEMBITS")
 
 

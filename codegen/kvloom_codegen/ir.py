@@ -88,11 +88,26 @@ class Loop:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """What a kernel asks the caches for while earlier rows move: the rows of a later entry.
+
+    ``entry``, ``lets`` and ``engine`` are to the later entry what those of the index loop are to
+    the one at hand; ``inner`` are the loops below it. It is a hint: it moves nothing.
+    """
+
+    entry: str
+    lets: tuple[tuple[str, Expr], ...]
+    engine: Expr
+    inner: tuple[Loop, ...]
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A loop nest around one copy of ``run`` bytes.
 
     The nest's first loop is over layers. ``columns`` are the columns of the geometry array that it
-    reads, ``pointer`` is the index of the tensor, known from loop ``pointer_level`` on.
+    reads, ``pointer`` is the index of the tensor, known from loop ``pointer_level`` on. ``ahead``
+    is there where rows are read from slots in any order.
     """
 
     op: Op
@@ -102,6 +117,7 @@ class Kernel:
     pointer: Expr
     pointer_level: int
     run: Expr
+    ahead: Ahead | None = None
 
     @property
     def name(self) -> str:

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from kvloom_codegen.expr import ZERO, Expr, symbol
-from kvloom_codegen.ir import ADDRESSINGS, OPS, Addressing, Component, Kernel, LayoutIR, Loop, Op
-from kvloom_codegen.spec import ChunkSpec, LayoutSpec
+from kvloom_codegen.ir import (
+    ADDRESSINGS,
+    OPS,
+    Addressing,
+    Ahead,
+    Component,
+    Kernel,
+    LayoutIR,
+    Loop,
+    Op,
+)
+from kvloom_codegen.spec import ChunkSpec, Fuse, LayoutSpec
 
 # Every column a geometry array may have, in order; a layout has those that its axes need.
 COLUMNS = (
@@ -44,6 +54,11 @@ def unsupported(spec: LayoutSpec, ir: LayoutIR) -> str:
     if len(ir.components) > 1:
         names = ", ".join(component.name or "region" for component in ir.components)
         return f"its memory has parts of different order ({names}), which no kernel moves"
+    for item in spec.memory:
+        hidden = set(item.fuse) - {"kv", "one"} if isinstance(item, Fuse) else set()
+        if len(hidden) > 1 and hidden != {"block", "token"}:
+            names = " and ".join(sorted(hidden))
+            return f"the sizes of {names} can't be read from the dimension that fuses them"
     if ir.components[0].dims[-1].axis != "elem":
         return "its rows are not contiguous (elem is not innermost), and kernels copy whole rows"
     return ""
@@ -75,9 +90,7 @@ def kernels(spec: LayoutSpec, chunk: ChunkSpec, ir: LayoutIR) -> tuple[Kernel, .
 
 
 def _kernel(component: Component, chunk: ChunkSpec, op: Op, addressing: Addressing) -> Kernel:
-    loops = [
-        _loop(component, axis, addressing) for axis in _order(component, chunk, op, addressing)
-    ]
+    loops = [_loop(component, axis, addressing) for axis in _order(component, chunk, addressing)]
     pointer, level = ZERO, 0
     for depth, loop in enumerate(loops):
         dim = component.dim(loop.axis)
@@ -86,27 +99,24 @@ def _kernel(component: Component, chunk: ChunkSpec, op: Op, addressing: Addressi
             level = depth
     used = set().union(*(_names(loop) for loop in loops)) | {"run"}
     read = tuple(name for name in COLUMNS if name in used)
-    return Kernel(op, addressing, read, tuple(loops), pointer, level, column("run"))
+    ahead = _ahead(loops, level) if op == "gather" and addressing == "slots" else None
+    return Kernel(op, addressing, read, tuple(loops), pointer, level, column("run"), ahead)
 
 
-def _order(
-    component: Component, chunk: ChunkSpec, op: Op, addressing: Addressing
-) -> tuple[str, ...]:
+def _order(component: Component, chunk: ChunkSpec, addressing: Addressing) -> tuple[str, ...]:
     """The loops from outermost to innermost.
 
-    Layers come first, since geometry is per layer and work is split by layer. Below them the side
-    that is written is walked in its own order, so that stores run through memory.
+    Layers come first, since geometry is per layer and work is split by layer. Below them the chunk
+    is walked in its own order: of the two sides it is the one that lies in order, so processors
+    foresee what is read of it, and whole lines are written to it.
     """
     inner = {"kv", "head"} | ({"token"} if addressing == "blocks" else set())
-    axes = [dim.axis for dim in component.dims]
-    if op == "scatter":
-        order = ["index" if axis == "block" else axis for axis in axes]
-    else:
-        order = []
-        for axis in chunk.order:
-            order += ["index", "token"] if axis == "token" else [axis]
-    kept = [axis for axis in order if axis == "index" or (axis in inner and axis in axes)]
-    return ("layer", *kept)
+    axes = {dim.axis for dim in component.dims}
+    order = ["layer"]
+    for axis in chunk.order:
+        order += ["index"] if axis == "token" else []
+        order += [axis] if axis in inner & axes else []
+    return tuple(order)
 
 
 def _loop(component: Component, axis: str, addressing: Addressing) -> Loop:
@@ -126,15 +136,29 @@ def _loop(component: Component, axis: str, addressing: Addressing) -> Loop:
 
 def _index_loop(addressing: Addressing) -> Loop:
     first, last, position = symbol("first"), symbol("last"), symbol("position")
-    block, token = symbol("block"), symbol("token")
     if addressing == "blocks":
-        engine, chunk = block * column("engine.block"), position * column("chunk.block")
+        engine, chunk = symbol("block") * column("engine.block"), position * column("chunk.block")
         return Loop("index", "position", first, last, engine, chunk, entry="block")
-    size = column("block_size")
-    lets = (("block", symbol("slot") // size), ("token", symbol("slot") - block * size))
-    engine = block * column("engine.block") + token * column("engine.token")
+    lets, engine = _of_slot("slot", "block", "token")
     chunk = position * column("chunk.token")
     return Loop("index", "position", first, last, engine, chunk, "slot", lets, skips=True)
+
+
+def _of_slot(slot: str, block: str, token: str) -> tuple[tuple[tuple[str, Expr], ...], Expr]:
+    """A slot's block and token, by these names, and its step in the engine."""
+    size = column("block_size")
+    lets = ((block, symbol(slot) // size), (token, symbol(slot) - symbol(block) * size))
+    steps = {block: column("engine.block"), token: column("engine.token")}
+    return lets, sum((symbol(name) * step for name, step in steps.items()), ZERO)
+
+
+def _ahead(loops: list[Loop], pointer_level: int) -> Ahead | None:
+    """The rows of a later slot; None where its tensor is only known further in."""
+    depth = next(depth for depth, loop in enumerate(loops) if loop.axis == "index")
+    if pointer_level > depth:
+        return None
+    lets, engine = _of_slot("slot_ahead", "block_ahead", "token_ahead")
+    return Ahead("slot_ahead", lets, engine, tuple(loops[depth + 1 :]))
 
 
 def _names(loop: Loop) -> set[str]:

@@ -14,7 +14,7 @@ from kvloom_codegen.expr import ZERO, Expr, symbol
 from kvloom_codegen.ir import ADDRESSINGS, Component, LayoutIR
 from kvloom_codegen.lower import lower, moves
 from kvloom_codegen.nest import columns, kernels, unsupported
-from kvloom_codegen.printers import python
+from kvloom_codegen.printers import python, torch
 from kvloom_codegen.printers.literals import Call, field_lines
 from kvloom_codegen.printers.text import bits_as_bytes, plain
 from kvloom_codegen.spec import ChunkSpec, Fuse, LayoutSpec, ModelSpec, axis_words
@@ -69,6 +69,7 @@ def layout_module(spec: LayoutSpec, chunk: ChunkSpec) -> str:
         facts=_facts(spec, names, reason),
         columns=[ColumnText(python.constant(name), i) for i, name in enumerate(names)],
         kernels=[python.kernel(one) for one in found],
+        views=torch.views(_tensor_axes(spec)[0], spec.lists),
     )
 
 

@@ -30,6 +30,31 @@ MODELS: dict[str, ModelFacts] = {
         head_size=128,
         dtype="bf16",
     ),
+    "minilm-l6-latent": ModelFacts(
+        name="minilm-l6-latent",
+        doc=(
+            "all-MiniLM-L6-v2 as MLA layouts can hold it: K and V stand side by side as the "
+            "latent row, which is {fuse: [kv, head, elem]}, 2 × 12 heads of 32. A token is 9 KiB "
+            "of cache over all layers."
+        ),
+        attention="mla",
+        layers=6,
+        heads=1,
+        head_size=768,
+        dtype="fp16",
+    ),
+    "minilm-l6": ModelFacts(
+        name="minilm-l6",
+        doc=(
+            "all-MiniLM-L6-v2, multi-head attention: small enough that a sample of its real keys "
+            "and values lies in examples/sample. A token is 9 KiB of cache over all layers."
+        ),
+        attention="mha",
+        layers=6,
+        heads=12,
+        head_size=32,
+        dtype="fp16",
+    ),
     "qwen1.5-7b": ModelFacts(
         name="qwen1.5-7b",
         doc=(

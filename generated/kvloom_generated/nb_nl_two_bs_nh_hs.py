@@ -28,10 +28,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvloom._abi import EngineFacts, Kernels, LayoutFacts
-from kvloom._kernel import copy, kernel
+from kvloom._kernel import AHEAD, copy, finish, kernel, prefetch
 
 if TYPE_CHECKING:
-    from kvloom._abi import Int64Array
+    from collections.abc import Iterator, Sequence
+
+    from kvloom._abi import Int64Array, Tensor
 
 LAYOUT = LayoutFacts(
     name="NB_NL_TWO_BS_NH_HS",
@@ -87,8 +89,8 @@ CHUNK_HEAD = 13
 RUN = 14
 
 
-def kernels(helpers: str) -> Kernels:
-    """The four kernels, each compiled at its first call.
+def kernels(helpers: str, streaming: bool = False) -> Kernels:
+    """The four kernels, each compiled at its first call; ``streaming`` ones store past the caches.
 
     ``helpers`` is the digest of the functions they call: closed over, it is part of the key of
     numba's disk cache.
@@ -134,10 +136,21 @@ def kernels(helpers: str) -> Kernels:
                     token = slot - block * block_size
                     engine_at_position = engine_at_kv + block * engine_block + token * engine_token
                     chunk_at_position = chunk_at_kv + position * chunk_token
+                    slot_ahead = slots[min(position + AHEAD, last - 1)]
+                    if slot_ahead != slot + AHEAD:
+                        block_ahead = slot_ahead // block_size
+                        token_ahead = slot_ahead - block_ahead * block_size
+                        engine_ahead = (
+                            engine_at_kv + block_ahead * engine_block + token_ahead * engine_token
+                        )
+                        for head in range(head_count):
+                            engine_ahead_head = engine_ahead + head * engine_head
+                            prefetch(engine_ahead_head, run)
                     for head in range(head_count):
                         engine_at_head = engine_at_position + head * engine_head
                         chunk_at_head = chunk_at_position + head * chunk_head
-                        copy(chunk_at_head, engine_at_head, run)
+                        copy(chunk_at_head, engine_at_head, run, streaming)
+        finish(streaming)
 
     @kernel
     def gather_blocks(
@@ -182,7 +195,8 @@ def kernels(helpers: str) -> Kernels:
                         for head in range(head_count):
                             engine_at_head = engine_at_token + head * engine_head
                             chunk_at_head = chunk_at_token + head * chunk_head
-                            copy(chunk_at_head, engine_at_head, run)
+                            copy(chunk_at_head, engine_at_head, run, streaming)
+        finish(streaming)
 
     @kernel
     def scatter_slots(
@@ -213,21 +227,22 @@ def kernels(helpers: str) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[0] + layer * engine_layer
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
-                slot = slots[position]
-                if slot < 0:
-                    continue
-                block = slot // block_size
-                token = slot - block * block_size
-                engine_at_position = engine_at_layer + block * engine_block + token * engine_token
-                chunk_at_position = chunk_at_layer + position * chunk_token
-                for kv in range(kv_count):
-                    engine_at_kv = engine_at_position + kv * engine_kv
-                    chunk_at_kv = chunk_at_position + kv * chunk_kv
+            for kv in range(kv_count):
+                engine_at_kv = engine_at_layer + kv * engine_kv
+                chunk_at_kv = chunk_at_layer + kv * chunk_kv
+                for position in range(first, last):
+                    slot = slots[position]
+                    if slot < 0:
+                        continue
+                    block = slot // block_size
+                    token = slot - block * block_size
+                    engine_at_position = engine_at_kv + block * engine_block + token * engine_token
+                    chunk_at_position = chunk_at_kv + position * chunk_token
                     for head in range(head_count):
-                        engine_at_head = engine_at_kv + head * engine_head
-                        chunk_at_head = chunk_at_kv + head * chunk_head
-                        copy(engine_at_head, chunk_at_head, run)
+                        engine_at_head = engine_at_position + head * engine_head
+                        chunk_at_head = chunk_at_position + head * chunk_head
+                        copy(engine_at_head, chunk_at_head, run, streaming)
+        finish(streaming)
 
     @kernel
     def scatter_blocks(
@@ -259,19 +274,30 @@ def kernels(helpers: str) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[0] + layer * engine_layer
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
-                block = blocks[position]
-                engine_at_position = engine_at_layer + block * engine_block
-                chunk_at_position = chunk_at_layer + position * chunk_block
-                for kv in range(kv_count):
-                    engine_at_kv = engine_at_position + kv * engine_kv
-                    chunk_at_kv = chunk_at_position + kv * chunk_kv
+            for kv in range(kv_count):
+                engine_at_kv = engine_at_layer + kv * engine_kv
+                chunk_at_kv = chunk_at_layer + kv * chunk_kv
+                for position in range(first, last):
+                    block = blocks[position]
+                    engine_at_position = engine_at_kv + block * engine_block
+                    chunk_at_position = chunk_at_kv + position * chunk_block
                     for token in range(token_count):
-                        engine_at_token = engine_at_kv + token * engine_token
-                        chunk_at_token = chunk_at_kv + token * chunk_token
+                        engine_at_token = engine_at_position + token * engine_token
+                        chunk_at_token = chunk_at_position + token * chunk_token
                         for head in range(head_count):
                             engine_at_head = engine_at_token + head * engine_head
                             chunk_at_head = chunk_at_token + head * chunk_head
-                            copy(engine_at_head, chunk_at_head, run)
+                            copy(engine_at_head, chunk_at_head, run, streaming)
+        finish(streaming)
 
     return Kernels(gather_slots, scatter_slots, gather_blocks, scatter_blocks)
+
+
+def views(tensors: Sequence[Tensor], chunk: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor as [block, token, …] beside its part of ``chunk``, as [token, …].
+
+    ``chunk`` is seen as [token, kv, layer, head, elem]. With torch's indexing this moves tokens on
+    any device.
+    """
+    (tensor,) = tensors
+    yield tensor.permute(0, 3, 2, 1, 4, 5), chunk

@@ -24,10 +24,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvloom._abi import EngineFacts, Kernels, LayoutFacts
-from kvloom._kernel import copy, kernel
+from kvloom._kernel import AHEAD, copy, finish, kernel, prefetch
 
 if TYPE_CHECKING:
-    from kvloom._abi import Int64Array
+    from collections.abc import Iterator, Sequence
+
+    from kvloom._abi import Int64Array, Tensor
 
 LAYOUT = LayoutFacts(
     name="NL_X_NB_BS_NH_HS",
@@ -74,8 +76,8 @@ CHUNK_HEAD = 9
 RUN = 10
 
 
-def kernels(helpers: str) -> Kernels:
-    """The four kernels, each compiled at its first call.
+def kernels(helpers: str, streaming: bool = False) -> Kernels:
+    """The four kernels, each compiled at its first call; ``streaming`` ones store past the caches.
 
     ``helpers`` is the digest of the functions they call: closed over, it is part of the key of
     numba's disk cache.
@@ -114,10 +116,21 @@ def kernels(helpers: str) -> Kernels:
                 token = slot - block * block_size
                 engine_at_position = engine_at_layer + block * engine_block + token * engine_token
                 chunk_at_position = chunk_at_layer + position * chunk_token
+                slot_ahead = slots[min(position + AHEAD, last - 1)]
+                if slot_ahead != slot + AHEAD:
+                    block_ahead = slot_ahead // block_size
+                    token_ahead = slot_ahead - block_ahead * block_size
+                    engine_ahead = (
+                        engine_at_layer + block_ahead * engine_block + token_ahead * engine_token
+                    )
+                    for head in range(head_count):
+                        engine_ahead_head = engine_ahead + head * engine_head
+                        prefetch(engine_ahead_head, run)
                 for head in range(head_count):
                     engine_at_head = engine_at_position + head * engine_head
                     chunk_at_head = chunk_at_position + head * chunk_head
-                    copy(chunk_at_head, engine_at_head, run)
+                    copy(chunk_at_head, engine_at_head, run, streaming)
+        finish(streaming)
 
     @kernel
     def gather_blocks(
@@ -155,7 +168,8 @@ def kernels(helpers: str) -> Kernels:
                     for head in range(head_count):
                         engine_at_head = engine_at_token + head * engine_head
                         chunk_at_head = chunk_at_token + head * chunk_head
-                        copy(chunk_at_head, engine_at_head, run)
+                        copy(chunk_at_head, engine_at_head, run, streaming)
+        finish(streaming)
 
     @kernel
     def scatter_slots(
@@ -193,7 +207,8 @@ def kernels(helpers: str) -> Kernels:
                 for head in range(head_count):
                     engine_at_head = engine_at_position + head * engine_head
                     chunk_at_head = chunk_at_position + head * chunk_head
-                    copy(engine_at_head, chunk_at_head, run)
+                    copy(engine_at_head, chunk_at_head, run, streaming)
+        finish(streaming)
 
     @kernel
     def scatter_blocks(
@@ -231,6 +246,17 @@ def kernels(helpers: str) -> Kernels:
                     for head in range(head_count):
                         engine_at_head = engine_at_token + head * engine_head
                         chunk_at_head = chunk_at_token + head * chunk_head
-                        copy(engine_at_head, chunk_at_head, run)
+                        copy(engine_at_head, chunk_at_head, run, streaming)
+        finish(streaming)
 
     return Kernels(gather_slots, scatter_slots, gather_blocks, scatter_blocks)
+
+
+def views(tensors: Sequence[Tensor], chunk: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor as [block, token, …] beside its part of ``chunk``, as [token, …].
+
+    ``chunk`` is seen as [token, kv, layer, head, elem]. With torch's indexing this moves tokens on
+    any device.
+    """
+    for layer, tensor in enumerate(tensors):
+        yield tensor, chunk[:, 0, layer]

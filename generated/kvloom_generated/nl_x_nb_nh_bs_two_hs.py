@@ -26,10 +26,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvloom._abi import EngineFacts, Kernels, LayoutFacts
-from kvloom._kernel import copy, kernel
+from kvloom._kernel import AHEAD, copy, finish, kernel, prefetch
 
 if TYPE_CHECKING:
-    from kvloom._abi import Int64Array
+    from collections.abc import Iterator, Sequence
+
+    from kvloom._abi import Int64Array, Tensor
 
 LAYOUT = LayoutFacts(
     name="NL_X_NB_NH_BS_TWO_HS",
@@ -83,8 +85,8 @@ CHUNK_HEAD = 12
 RUN = 13
 
 
-def kernels(helpers: str) -> Kernels:
-    """The four kernels, each compiled at its first call.
+def kernels(helpers: str, streaming: bool = False) -> Kernels:
+    """The four kernels, each compiled at its first call; ``streaming`` ones store past the caches.
 
     ``helpers`` is the digest of the functions they call: closed over, it is part of the key of
     numba's disk cache.
@@ -126,13 +128,26 @@ def kernels(helpers: str) -> Kernels:
                 token = slot - block * block_size
                 engine_at_position = engine_at_layer + block * engine_block + token * engine_token
                 chunk_at_position = chunk_at_layer + position * chunk_token
+                slot_ahead = slots[min(position + AHEAD, last - 1)]
+                if slot_ahead != slot + AHEAD:
+                    block_ahead = slot_ahead // block_size
+                    token_ahead = slot_ahead - block_ahead * block_size
+                    engine_ahead = (
+                        engine_at_layer + block_ahead * engine_block + token_ahead * engine_token
+                    )
+                    for head in range(head_count):
+                        engine_ahead_head = engine_ahead + head * engine_head
+                        for kv in range(kv_count):
+                            engine_ahead_head_kv = engine_ahead_head + kv * engine_kv
+                            prefetch(engine_ahead_head_kv, run)
                 for head in range(head_count):
                     engine_at_head = engine_at_position + head * engine_head
                     chunk_at_head = chunk_at_position + head * chunk_head
                     for kv in range(kv_count):
                         engine_at_kv = engine_at_head + kv * engine_kv
                         chunk_at_kv = chunk_at_head + kv * chunk_kv
-                        copy(chunk_at_kv, engine_at_kv, run)
+                        copy(chunk_at_kv, engine_at_kv, run, streaming)
+        finish(streaming)
 
     @kernel
     def gather_blocks(
@@ -176,7 +191,8 @@ def kernels(helpers: str) -> Kernels:
                         for kv in range(kv_count):
                             engine_at_kv = engine_at_head + kv * engine_kv
                             chunk_at_kv = chunk_at_head + kv * chunk_kv
-                            copy(chunk_at_kv, engine_at_kv, run)
+                            copy(chunk_at_kv, engine_at_kv, run, streaming)
+        finish(streaming)
 
     @kernel
     def scatter_slots(
@@ -220,7 +236,8 @@ def kernels(helpers: str) -> Kernels:
                     for kv in range(kv_count):
                         engine_at_kv = engine_at_head + kv * engine_kv
                         chunk_at_kv = chunk_at_head + kv * chunk_kv
-                        copy(engine_at_kv, chunk_at_kv, run)
+                        copy(engine_at_kv, chunk_at_kv, run, streaming)
+        finish(streaming)
 
     @kernel
     def scatter_blocks(
@@ -255,15 +272,26 @@ def kernels(helpers: str) -> Kernels:
                 block = blocks[position]
                 engine_at_position = engine_at_layer + block * engine_block
                 chunk_at_position = chunk_at_layer + position * chunk_block
-                for head in range(head_count):
-                    engine_at_head = engine_at_position + head * engine_head
-                    chunk_at_head = chunk_at_position + head * chunk_head
-                    for token in range(token_count):
-                        engine_at_token = engine_at_head + token * engine_token
-                        chunk_at_token = chunk_at_head + token * chunk_token
+                for token in range(token_count):
+                    engine_at_token = engine_at_position + token * engine_token
+                    chunk_at_token = chunk_at_position + token * chunk_token
+                    for head in range(head_count):
+                        engine_at_head = engine_at_token + head * engine_head
+                        chunk_at_head = chunk_at_token + head * chunk_head
                         for kv in range(kv_count):
-                            engine_at_kv = engine_at_token + kv * engine_kv
-                            chunk_at_kv = chunk_at_token + kv * chunk_kv
-                            copy(engine_at_kv, chunk_at_kv, run)
+                            engine_at_kv = engine_at_head + kv * engine_kv
+                            chunk_at_kv = chunk_at_head + kv * chunk_kv
+                            copy(engine_at_kv, chunk_at_kv, run, streaming)
+        finish(streaming)
 
     return Kernels(gather_slots, scatter_slots, gather_blocks, scatter_blocks)
+
+
+def views(tensors: Sequence[Tensor], chunk: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor as [block, token, …] beside its part of ``chunk``, as [token, …].
+
+    ``chunk`` is seen as [token, kv, layer, head, elem]. With torch's indexing this moves tokens on
+    any device.
+    """
+    for layer, tensor in enumerate(tensors):
+        yield tensor.permute(0, 2, 3, 1, 4), chunk[:, :, layer]

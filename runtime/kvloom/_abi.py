@@ -6,13 +6,14 @@ imported in any order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor as Tensor
 
     Int64Array: TypeAlias = NDArray[np.int64]
 
@@ -22,6 +23,10 @@ Attention = Literal["mha", "mla"]
 Kernel: TypeAlias = Callable[
     ["Int64Array", int, "Int64Array", "Int64Array", int, int, int, int], None
 ]
+
+# Tensors in pointer order and a chunk seen as [token, kv, layer, head, elem]: each tensor as
+# [block, token, …] beside its part of the chunk, as [token, …].
+Views: TypeAlias = Callable[["Sequence[Tensor]", "Tensor"], "Iterator[tuple[Tensor, Tensor]]"]
 
 
 @dataclass(frozen=True)

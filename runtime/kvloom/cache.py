@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -10,19 +10,23 @@ import numpy as np
 import torch
 
 from kvloom import registry
+from kvloom._forks import held_across_forks
 from kvloom.arguments import index_array, integer
 from kvloom.chunk import contiguous, obstacle, shape
-from kvloom.geometry import TensorFacts, layout_text, read_groups
+from kvloom.geometry import read_groups
+from kvloom.indexing import move
+from kvloom.moves import Move, carry_out, streamed_from
 from kvloom.overlap import Ranges, check_apart, check_self
-from kvloom.select import ADDRESSINGS, OPS, Selection, describe, plan, refusal
+from kvloom.select import ADDRESSINGS, OPS, Selection, choose_backend, describe, plan, refusal
+from kvloom.tensors import Home, flatten, to_host
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvloom._abi import ChunkFacts, Int64Array, Kernel
     from kvloom.engine_layout import Layout, Tensors
-    from kvloom.geometry import Group
-    from kvloom.select import Addressing, Op, Plan
+    from kvloom.geometry import Group, TensorFacts
+    from kvloom.select import Addressing, Backend, Op, Plan
 
     Indices: TypeAlias = torch.Tensor | NDArray[np.int32] | NDArray[np.int64] | Sequence[int]
 
@@ -31,9 +35,12 @@ Chunks: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
 # How many plans a cache remembers: shapes of chunks that are soon met again.
 _PLANS = 64
+_remembering = held_across_forks(Lock())
 
 
-def bind(layout: Layout, tensors: Tensors, block_size: int | None) -> Cache:
+def bind(
+    layout: Layout, tensors: Tensors, block_size: int | None, backend: Backend | None
+) -> Cache:
     """What ``Layout.bind`` does."""
     if layout.unsupported:
         raise NotImplementedError(f"{layout.name} has no kernels: {layout.unsupported}")
@@ -42,13 +49,17 @@ def bind(layout: Layout, tensors: Tensors, block_size: int | None) -> Cache:
         if block_size < 1:
             raise ValueError(f"block_size: got {block_size}, takes at least 1 token")
     counts: list[int] = []
-    named = list(_flatten(layout, tensors, "tensors", 0, counts))
-    facts = [_facts(what, tensor) for what, tensor in named]
+    named = list(flatten(layout, tensors, "tensors", 0, counts))
+    first = named[0][1]
+    home = Home(first.device if isinstance(first, torch.Tensor) else torch.device("cpu"))
+    facts = [home.facts(what, tensor) for what, tensor in named]
+    home.settle()
+    backend = choose_backend(home.device.type, backend)
     groups = read_groups(layout.facts, counts, facts, block_size)
     for one in {(one.shape, one.strides, one.itemsize): one for one in reversed(facts)}.values():
         check_self(one)
     check_apart(facts)
-    return Cache(layout, [tensor for _, tensor in named], facts, groups)
+    return Cache(layout, [tensor for _, tensor in named], facts, groups, home, backend)
 
 
 class Cache:
@@ -71,6 +82,7 @@ class Cache:
     """
 
     layout: Layout
+    backend: Backend
     groups: tuple[Group, ...]
     layers: int
     blocks: int | None
@@ -83,8 +95,11 @@ class Cache:
         tensors: Sequence[torch.Tensor],
         facts: Sequence[TensorFacts],
         groups: tuple[Group, ...],
+        home: Home,
+        backend: Backend,
     ) -> None:
         self.layout = layout
+        self.backend = backend
         self.groups = groups
         self.layers = sum(len(group.layers) for group in groups)
         sizes = {group.block_size for group in groups}
@@ -93,13 +108,14 @@ class Cache:
         self.blocks = min(counts) if self.block_size is not None else None
         self.capacity = min(group.capacity for group in groups)
         self._tensors = tuple(tensors)
+        self._home = home
         self._ranges = Ranges(facts)
+        self._token_bytes = sum(group.token_bytes for group in groups)
         self._block_limit = min(group.blocks or 0 for group in groups)
         self._dtypes = tuple(getattr(torch, group.dtype) for group in groups)
         self._refused = {one: refusal(layout.facts, groups, one) for one in ADDRESSINGS}
         self._plans: dict[tuple[object, ...], Plan] = {}
-        self._remembering = Lock()
-        self._kernels: dict[tuple[Op, Addressing], Kernel] = {}
+        self._kernels: dict[bool, dict[tuple[Op, Addressing], Kernel]] = {}
 
     def gather(
         self,
@@ -181,7 +197,7 @@ class Cache:
                 else:
                     each = self._one_each("chunks", chunks)
                     plans = self._plans_for(op, addressing, "chunks", each, chunk)
-                return describe(op, addressing, self.groups, plans)
+                return describe(op, addressing, self.backend, self.groups, plans)
             except ValueError as error:
                 refused = str(error)
         return Selection(op, addressing, refused=refused)
@@ -220,7 +236,7 @@ class Cache:
         if self._refused[addressing]:
             raise ValueError(self._refused[addressing])
         if isinstance(given, torch.Tensor):
-            given = _to_host(addressing, given)
+            given = to_host(addressing, given)
         index = index_array(addressing, given)
         count = len(index)
         skip = integer("skip_prefix", skip_prefix)
@@ -257,22 +273,30 @@ class Cache:
         plans = self._plans_for(op, addressing, what, chunks, chunk)
         for number, (tensor, one) in enumerate(zip(chunks, plans, strict=True)):
             self._check_tokens(request, self._name(what, number), one.tokens)
-            address = tensor.data_ptr()
+            address = self._home.place(tensor)
             if self._ranges.meet(address, one.span):
-                self._ranges.check_apart(_facts(self._name(what, number), tensor))
+                self._ranges.check_apart(self._home.facts(self._name(what, number), tensor))
         if op == "gather" and len(chunks) > 1:
-            check_apart([_facts(self._name(what, n), tensor) for n, tensor in enumerate(chunks)])
+            check_apart(
+                [self._home.facts(self._name(what, n), tensor) for n, tensor in enumerate(chunks)]
+            )
         if skip == count:
             return
-        kernels = self._kernels or self._load_kernels()
-        moves: list[tuple[Kernel, Int64Array, int, Int64Array, Int64Array, int, int]] = []
+        if self.backend == "torch":
+            self._index(op, request, chunks, plans)
+            return
+        nbytes = self._token_bytes * request.tokens * (count - skip) // count
+        enough = streamed_from(min(one.run for one in plans))
+        streaming = enough is not None and nbytes >= enough
+        kernels = self._kernels.get(streaming) or self._load_kernels(streaming)
+        moves: list[Move] = []
         for number, (tensor, one) in enumerate(zip(chunks, plans, strict=True)):
             pointers, address = self.groups[number].pointers, tensor.data_ptr()
             block_size = self.groups[number].block_size or 1
             whole = count if addressing == "slots" else one.tokens // block_size
             if skip < whole:
                 kernel = kernels[op, addressing]
-                moves.append((kernel, pointers, address, index, one.geometry, skip, whole))
+                moves.append(Move(kernel, pointers, address, index, one.geometry, skip, whole))
             if whole < count:
                 # The chunk ends inside the last block: its tokens there move by slots.
                 done = whole * block_size
@@ -280,17 +304,32 @@ class Cache:
                 by_slots = self._plan(op, "slots", what, number, tensor, chunk).geometry
                 address += done * one.token_stride
                 moves.append(
-                    (kernels[op, "slots"], pointers, address, left, by_slots, 0, len(left))
+                    Move(kernels[op, "slots"], pointers, address, left, by_slots, 0, len(left))
                 )
-        for kernel, pointers, address, positions, geometry, first, last in moves:
-            kernel(pointers, address, positions, geometry, 0, len(geometry), first, last)
+        carry_out(moves, nbytes)
 
-    def _load_kernels(self) -> dict[tuple[Op, Addressing], Kernel]:
-        made = registry.kernels(self.layout)
-        self._kernels = {
+    def _index(
+        self, op: Op, request: _Request, chunks: tuple[torch.Tensor, ...], plans: Sequence[Plan]
+    ) -> None:
+        """Move what a request asks for by torch's indexing."""
+        for group, tensor, one in zip(self.groups, chunks, plans, strict=True):
+            slots = request.slots_or_blocks[request.skip :]
+            skipped = request.skip
+            if request.addressing == "blocks":
+                size = group.block_size or 1
+                skipped *= size
+                slots = (slots[:, None] * size + np.arange(size)).reshape(-1)
+                slots = slots[: max(one.tokens - skipped, 0)]
+            tensors = [self._tensors[number] for number in group.tensors]
+            views = registry.views(self.layout)
+            move(op, views, tensors, tensor, one.chunk_axes, slots, skipped)
+
+    def _load_kernels(self, streaming: bool) -> dict[tuple[Op, Addressing], Kernel]:
+        made = registry.kernels(self.layout, streaming)
+        found = self._kernels[streaming] = {
             (op, one): getattr(made, f"{op}_{one}") for op in OPS for one in ADDRESSINGS
         }
-        return self._kernels
+        return found
 
     def _check_tokens(self, request: _Request, what: str, tokens: int) -> None:
         """ValueError where a chunk has more or fewer tokens than a request names."""
@@ -338,19 +377,19 @@ class Cache:
             )
         if (
             tensor.requires_grad
-            or tensor.device.type != "cpu"
+            or tensor.device != self._home.device
             or tensor.layout is not torch.strided
         ):
-            _facts(self._name(what, number), tensor)
+            self._home.facts(self._name(what, number), tensor)
         key = (op, addressing, number, chunk, tensor.shape, tensor.stride())
         found = self._plans.get(key)
         if found is None:
-            facts = _facts(self._name(what, number), tensor)
+            facts = self._home.facts(self._name(what, number), tensor)
             group = self.groups[number]
             found = plan(self.layout.facts, group, facts, self._layouts(group, chunk), addressing)
             if op == "gather":
                 check_self(facts)
-            with self._remembering:
+            with _remembering:
                 if len(self._plans) >= _PLANS:
                     del self._plans[next(iter(self._plans))]
                 self._plans[key] = found
@@ -379,7 +418,11 @@ class Cache:
     ) -> tuple[torch.Tensor, ...]:
         make = torch.zeros if zero else torch.empty
         return tuple(
-            make(shape(self._layouts(group, chunk)[0], group, tokens), dtype=dtype)
+            make(
+                shape(self._layouts(group, chunk)[0], group, tokens),
+                dtype=dtype,
+                device=self._home.device,
+            )
             for group, dtype in zip(self.groups, self._dtypes, strict=True)
         )
 
@@ -418,64 +461,3 @@ class _Request(NamedTuple):
     skip: int
     tokens: int
     gaps: bool
-
-
-def _to_host(name: str, tensor: torch.Tensor) -> NDArray[np.int32] | NDArray[np.int64]:
-    """A tensor of slots or block ids as an array; TypeError for another dtype."""
-    if tensor.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{name}: got a tensor of {tensor.dtype}, takes int32 or int64")
-    if tensor.device.type == "meta":
-        raise ValueError(f"{name}: is on the meta device, where there are no values")
-    return tensor.cpu().numpy()
-
-
-def _facts(what: str, tensor: torch.Tensor) -> TensorFacts:
-    """The facts of an engine's tensor or a chunk that kernels on the CPU can address.
-
-    TypeError for what is no strided tensor; ValueError for one that requires grad or has no bytes;
-    NotImplementedError for another device.
-    """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{what}: got {type(tensor).__name__}, takes a tensor")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{what}: got a tensor of layout {tensor.layout}, takes a strided one")
-    device = tensor.device.type
-    if device == "meta":
-        raise ValueError(f"{what}: is on the meta device, where tensors have no bytes")
-    if device != "cpu":
-        raise NotImplementedError(
-            f"{what}: is on {tensor.device}, and there is no variant for {device} tensors yet"
-        )
-    if tensor.requires_grad:
-        raise ValueError(f"{what}: requires grad, which a copy of bytes would not track; detach it")
-    return TensorFacts(
-        what,
-        tensor.data_ptr(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.element_size(),
-        str(tensor.dtype).removeprefix("torch."),
-    )
-
-
-def _flatten(
-    layout: Layout, tensors: Tensors, what: str, depth: int, counts: list[int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in pointer order, each with its name; ``counts`` gets the lengths of the levels.
-
-    TypeError where the nesting is not the layout's, ValueError where lengths are not.
-    """
-    if depth == len(layout.lists):
-        yield what, tensors  # type: ignore[misc]  # checked with the tensor's facts
-        return
-    takes = f"{layout.name} takes {layout_text(layout.facts)}"
-    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
-        raise TypeError(f"{what}: got {type(tensors).__name__}, takes a list; {takes}")
-    count = len(tensors)
-    if depth == len(counts):
-        counts.append(count)
-    wanted = 2 if layout.lists[depth] == "kv" else counts[depth]
-    if count != wanted or count == 0:
-        raise ValueError(f"{what}: got {count} entries, takes {wanted or 'at least 1'}; {takes}")
-    for number, one in enumerate(tensors):
-        yield from _flatten(layout, one, f"{what}[{number}]", depth + 1, counts)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvloom._abi import Attention, ChunkFacts, EngineFacts
     from kvloom.cache import Cache
+    from kvloom.select import Backend
 
 # One tensor, or sequences of them nested as ``Layout.lists`` says.
 Tensors: TypeAlias = Union["torch.Tensor", Sequence["Tensors"]]
@@ -123,20 +124,29 @@ class Layout:
         tensors = (torch.empty(shape, dtype=kind, device=device) for _ in range(prod(counts)))
         return _nest(counts, tensors)
 
-    def bind(self, tensors: Tensors, *, block_size: int | None = None) -> Cache:
+    def bind(
+        self,
+        tensors: Tensors,
+        *,
+        block_size: int | None = None,
+        backend: Backend | None = None,
+    ) -> Cache:
         """A cache over an engine's tensors, nested as ``lists`` says; pointers are never copied.
 
         Sizes and strides are read from the tensors' dimensions in this layout's order, so permuted
         views, padded blocks and storage offsets are all right. ``block_size``, in tokens, is
         needed where the tensors don't show it (flat slots), and then only to move whole blocks.
 
+        Tensors on the CPU are moved by generated kernels (``backend`` "cpu"), all others by torch's
+        indexing ("torch"), which is slower and may be asked for on the CPU too.
+
         TypeError or ValueError, naming the tensor, for one that does not fit the layout or the
-        others, has bytes in common with itself or another, or requires grad; NotImplementedError
-        for a layout or a device that there are no kernels for.
+        others, has bytes in common with itself or another, is on another device, or requires grad;
+        NotImplementedError for a layout that there are no kernels for.
         """
         from kvloom.cache import bind
 
-        return bind(self, tensors, block_size)
+        return bind(self, tensors, block_size, backend)
 
     def _extents(
         self, layers: int, blocks: int, block_size: int, heads: int, head_size: int

@@ -78,9 +78,15 @@ class Group:
     block_size: int | None
     blocks: int | None
     capacity: int
+    tensors: tuple[int, ...] = field(repr=False)  # their numbers in the cache, in pointer order
     pointers: Int64Array = field(repr=False)
     kinds: tuple[Axes, ...] = field(repr=False)  # the distinct strides of its layers
     kind: NDArray[np.intp] = field(repr=False)  # which of them each layer has
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all of the layers."""
+        return prod(self.extents.values()) * self.itemsize
 
     @property
     def extents(self) -> dict[str, int]:
@@ -211,13 +217,13 @@ def read_groups(
     groups = []
     for chosen in members.values():
         inside = set(chosen)
-        addresses = [
-            tensor.address
-            for place, tensor in zip(places, tensors, strict=True)
-            if level is None or place[level] in inside
+        numbers = [
+            number for number, place in enumerate(places) if level is None or place[level] in inside
         ]
+        addresses = [tensors[number].address for number in numbers]
         shown = block_size is not None or not flat_slots(facts)
-        groups.append(_group(chosen, [of_layer[layer] for layer in chosen], addresses, shown))
+        found = [of_layer[layer] for layer in chosen]
+        groups.append(_group(chosen, found, numbers, addresses, shown))
     return tuple(groups)
 
 
@@ -267,6 +273,7 @@ def row(columns: Sequence[str], engine: Axes, chunk: Axes, fused: Fused) -> list
 def _group(
     layers: Sequence[int],
     found: Sequence[tuple[TensorFacts, Axes]],
+    numbers: Sequence[int],
     addresses: Sequence[int],
     shown: bool,
 ) -> Group:
@@ -285,6 +292,7 @@ def _group(
         block_size=block_size if shown else None,
         blocks=blocks if shown else None,
         capacity=blocks * block_size,
+        tensors=tuple(numbers),
         pointers=np.array(addresses, np.int64),
         kinds=tuple(kinds.values()),
         kind=np.array([number[id(one)] for _, one in found], np.intp),

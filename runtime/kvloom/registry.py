@@ -10,16 +10,17 @@ from operator import index
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from kvloom._forks import held_across_forks
 from kvloom.engine_layout import Layout
 from kvloom_generated.registry import IDS, MODULES, NAMES
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from kvloom._abi import ChunkFacts, Kernels, ModelFacts
+    from kvloom._abi import ChunkFacts, Kernels, ModelFacts, Views
 
-_loading_kernels = Lock()
-_kernels: dict[str, Kernels] = {}
+_loading_kernels = held_across_forks(Lock())
+_kernels: dict[tuple[str, bool], Kernels] = {}
 
 
 def layouts() -> tuple[Layout, ...]:
@@ -78,22 +79,30 @@ def model(name: str) -> ModelFacts:
     return found
 
 
-def kernels(layout: Layout) -> Kernels:
+def kernels(layout: Layout, streaming: bool = False) -> Kernels:
     """The four kernels of ``layout``, made at the first call and compiled at their own.
+
+    ``streaming`` ones store past the caches.
 
     NotImplementedError, with the reason, for a layout that has none.
     """
-    found = _kernels.get(layout.name)
+    found = _kernels.get((layout.name, streaming))
     if found is None:
         if layout.unsupported:
             raise NotImplementedError(f"{layout.name} has no kernels: {layout.unsupported}")
         from kvloom._kernel import HELPERS
 
         with _loading_kernels:
-            found = _kernels.get(layout.name)
+            found = _kernels.get((layout.name, streaming))
             if found is None:
-                made: Kernels = _module(layout.facts.module).kernels(HELPERS)
-                found = _kernels[layout.name] = made
+                made: Kernels = _module(layout.facts.module).kernels(HELPERS, streaming)
+                found = _kernels[layout.name, streaming] = made
+    return found
+
+
+def views(layout: Layout) -> Views:
+    """How torch sees the tensors of ``layout``, which must have kernels."""
+    found: Views = _module(layout.facts.module).views
     return found
 
 

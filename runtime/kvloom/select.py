@@ -11,6 +11,7 @@ import numpy as np
 
 from kvloom.chunk import recognise
 from kvloom.geometry import Fused, fuse, row
+from kvloom.moves import shared_from, streamed_from
 from kvloom.overlap import span
 
 if TYPE_CHECKING:
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
 
 Op: TypeAlias = Literal["gather", "scatter"]
 Addressing: TypeAlias = Literal["slots", "blocks"]
+Backend: TypeAlias = Literal["cpu", "torch"]
 
 OPS: tuple[Op, ...] = ("gather", "scatter")
 ADDRESSINGS: tuple[Addressing, ...] = ("slots", "blocks")
+BACKENDS: tuple[Backend, ...] = ("cpu", "torch")
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,9 @@ class Selection:
 
     ``chunk`` is the chunk layout, ``run_bytes`` are the contiguous bytes of one copy in each layer,
     ``fused`` are the axes that such a copy covers in every layer, innermost first, and ``why`` says
-    what keeps the others out. Where ``refused`` has a reason, nothing moves and the rest is empty.
+    what keeps the others out. From ``shared_from`` tokens on a call is shared out among threads,
+    from ``streamed_from`` on it stores past the caches; None is never. Where ``refused`` has a
+    reason, nothing moves and the rest is empty.
     """
 
     op: Op
@@ -40,25 +45,55 @@ class Selection:
     chunk: str = ""
     run_bytes: tuple[int, ...] = ()
     fused: tuple[str, ...] = ()
+    shared_from: int | None = None
+    streamed_from: int | None = None
     why: str = ""
     refused: str = ""
+
+    def __str__(self) -> str:
+        what = f"{self.op} by {self.addressing}"
+        if self.refused:
+            return f"{what}, refused: {self.refused}"
+        words = [f"{what} on {self.backend}, chunk layout {self.chunk}: {self.why}"]
+        if self.shared_from is not None:
+            words.append(f"on several threads from {self.shared_from} tokens")
+        if self.streamed_from is not None:
+            words.append(f"past the caches from {self.streamed_from} tokens")
+        return "; ".join(words)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """How one group's layers and a chunk of one shape meet: what a kernel is given, and why.
 
-    ``token_stride`` and ``span`` are the chunk's, in bytes; ``fused`` and ``why`` have an entry for
-    each of the group's layers.
+    ``token_stride`` and ``span`` are the chunk's, ``run`` is the shortest copy, all in bytes;
+    ``fused`` and ``why`` have an entry for each of the group's layers.
     """
 
     chunk: str
     tokens: int
     token_stride: int
     span: int
+    run: int
+    chunk_axes: Axes
     geometry: Int64Array
     fused: tuple[Fused, ...]
     why: tuple[str, ...]
+
+
+def choose_backend(device: str, given: str | None) -> Backend:
+    """What moves the bytes of a cache on this type of device: kernels on the CPU, else torch.
+
+    ``given`` is what the caller asks for; ValueError where there is no such backend, or where it
+    can't reach the device.
+    """
+    if given is None:
+        return "cpu" if device == "cpu" else "torch"
+    if given not in BACKENDS:
+        raise ValueError(f"backend: got {given!r}, takes {' or '.join(BACKENDS)}")
+    if given == "cpu" and device != "cpu":
+        raise ValueError(f"backend: got 'cpu', takes 'torch' for tensors on {device}")
+    return given
 
 
 def refusal(facts: LayoutFacts, groups: Sequence[Group], addressing: Addressing) -> str:
@@ -103,6 +138,8 @@ def plan(
         tokens=axes.extents["token"],
         token_stride=axes.strides["token"],
         span=span(tensor),
+        run=min(one.run for one in fused),
+        chunk_axes=axes,
         geometry=table[group.kind],
         fused=tuple(fused[kind] for kind in group.kind),
         why=tuple(why[kind] for kind in group.kind),
@@ -110,9 +147,22 @@ def plan(
 
 
 def describe(
-    op: Op, addressing: Addressing, groups: Sequence[Group], plans: Sequence[Plan]
+    op: Op,
+    addressing: Addressing,
+    backend: Backend,
+    groups: Sequence[Group],
+    plans: Sequence[Plan],
 ) -> Selection:
     """The selection of a transfer that these plans, one for each group, carry out."""
+    if backend == "torch":
+        return Selection(
+            op=op,
+            addressing=addressing,
+            backend=backend,
+            kernel="views",
+            chunk=", ".join(dict.fromkeys(one.chunk for one in plans)),
+            why="torch's indexing, on whatever device the tensors are",
+        )
     fused: dict[int, Fused] = {}
     layers_of: dict[str, list[int]] = {}
     for group, one in zip(groups, plans, strict=True):
@@ -126,13 +176,22 @@ def describe(
     return Selection(
         op=op,
         addressing=addressing,
-        backend="cpu",
+        backend=backend,
         kernel=f"{op}_{addressing}",
         chunk=", ".join(dict.fromkeys(one.chunk for one in plans)),
         run_bytes=tuple(fused[layer].run for layer in sorted(fused)),
         fused=tuple(axis for axis in plans[0].fused[0].axes if axis in everywhere),
+        shared_from=_tokens(shared_from(), groups),
+        streamed_from=_tokens(streamed_from(min(one.run for one in plans)), groups),
         why="; ".join(sentences),
     )
+
+
+def _tokens(nbytes: int | None, groups: Sequence[Group]) -> int | None:
+    """The tokens that make up so many bytes at least."""
+    if nbytes is None:
+        return None
+    return -(-nbytes // sum(group.token_bytes for group in groups))
 
 
 def _sentence(engine: Axes, chunk: Axes, fused: Fused, addressing: Addressing) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvloom_codegen.expr import Atom, Expr, Quotient, Symbol, Term
-from kvloom_codegen.ir import Kernel, Loop
+from kvloom_codegen.ir import Ahead, Kernel, Loop
 
 LAYERS = "layers"
 WIDTH = 100
@@ -84,6 +84,7 @@ def kernel(one: Kernel) -> KernelText:
     loops = []
     for depth, loop in enumerate(one.loops):
         lines = list(_entry(loop, index))
+        before = engine
         pointer = f"pointers[{expression(one.pointer)}]" if depth == one.pointer_level else ""
         step = [] if loop.engine == Expr(()) else [expression(loop.engine)]
         parts = [part for part in (engine, pointer) if part] + step
@@ -93,6 +94,8 @@ def kernel(one: Kernel) -> KernelText:
         at = f"chunk_at_{loop.variable}"
         lines.append(f"{at} = {chunk} + {expression(loop.chunk)}")
         chunk = at
+        if loop.skips and one.ahead is not None:
+            lines += _prefetch(one.ahead, loop, before, expression(one.run), indent=12 + 4 * depth)
         first, last = expression(loop.first), expression(loop.last)
         bounds = last if first == "0" else f"{first}, {last}"
         head = f"for {loop.variable} in range({bounds}):"
@@ -108,7 +111,7 @@ def kernel(one: Kernel) -> KernelText:
         tuple(loads),
         tuple(loops),
         "    " * (2 + len(one.loops)),
-        f"copy({target}, {source}, {expression(one.run)})",
+        f"copy({target}, {source}, {expression(one.run)}, streaming)",
     )
 
 
@@ -126,6 +129,26 @@ def _entry(loop: Loop, index: str) -> tuple[str, ...]:
         lines += [f"if {loop.entry} < 0:", "    continue"]
     lines += [f"{name} = {expression(value)}" for name, value in loop.lets]
     return tuple(lines)
+
+
+def _prefetch(ahead: Ahead, loop: Loop, engine: str, run: str, indent: int) -> list[str]:
+    """Ask for the rows of the slot that is AHEAD positions on, if it does not just follow."""
+    last = expression(loop.last)
+    lines = [
+        f"{ahead.entry} = slots[min({loop.variable} + AHEAD, {last} - 1)]",
+        f"if {ahead.entry} != {loop.entry} + AHEAD:",
+    ]
+    lines += [f"    {name} = {expression(value)}" for name, value in ahead.lets]
+    at, inside = "engine_ahead", "    "
+    value = f"{engine} + {expression(ahead.engine)}"
+    lines += [inside + line for line in _assignment(at, value, indent + len(inside))]
+    for inner in ahead.inner:
+        lines.append(f"{inside}for {inner.variable} in range({expression(inner.last)}):")
+        inside += "    "
+        step = f"{at}_{inner.variable}"
+        lines.append(f"{inside}{step} = {at} + {expression(inner.engine)}")
+        at = step
+    return [*lines, f"{inside}prefetch({at}, {run})"]
 
 
 def _doc(one: Kernel) -> str:

@@ -1,0 +1,226 @@
+"""Transfers on several threads, past the caches, from many callers and in forked children."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvloom
+from fork import in_a_child
+from kvloom import moves
+from kvloom.moves import Move, carry_out, streamed_from
+
+NHD = "NL_X_TWO_NB_BS_NH_HS"
+
+
+def recorder(done: list[tuple[int, int, int, int]]) -> Any:
+    def kernel(_: Any, __: int, ___: Any, ____: Any, *part: int) -> None:
+        done.append(part)
+
+    return kernel
+
+
+@pytest.fixture
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves, "threads", lambda: 3)
+
+
+@given(
+    layers=st.integers(1, 40),
+    first=st.integers(0, 5),
+    count=st.integers(1, 60),
+    threads=st.integers(1, 5),
+)
+def test_every_layer_of_every_position_is_moved_once(
+    layers: int, first: int, count: int, threads: int
+) -> None:
+    done: list[tuple[int, int, int, int]] = []
+    nothing = np.zeros(0, np.int64)
+    move = Move(recorder(done), nothing, 0, nothing, np.zeros((layers, 1)), first, first + count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moves, "threads", lambda: threads)
+        carry_out([move, move], moves.SHARED_FROM)
+    cells = Counter(
+        (layer, position)
+        for a, b, c, d in done
+        for layer in range(a, b)
+        for position in range(c, d)
+    )
+    assert set(cells) == {(a, b) for a in range(layers) for b in range(first, first + count)}
+    assert set(cells.values()) == {2}
+    if threads > 1 and layers * count >= moves.PARTS_PER_THREAD * threads:
+        assert len(done) >= 2 * threads
+
+
+def test_a_small_call_stays_on_its_thread(
+    monkeypatch: pytest.MonkeyPatch, three_threads: None
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("shared")
+
+    monkeypatch.setattr(moves, "share", refuse)
+    done: list[tuple[int, int, int, int]] = []
+    nothing = np.zeros(0, np.int64)
+    move = Move(recorder(done), nothing, 0, nothing, np.zeros((7, 1)), 2, 9)
+    carry_out([move], moves.SHARED_FROM - 1)
+    assert done == [(0, 7, 2, 9)]
+    with pytest.raises(AssertionError, match="shared"):
+        carry_out([move], moves.SHARED_FROM)
+
+
+@pytest.mark.parametrize(
+    ("run", "streamed"),
+    [(192, True), (256, True), (2048, True), (1000, True), (264, False), (128, False), (64, False)],
+)
+def test_only_whole_cache_lines_are_worth_streaming(run: int, streamed: bool) -> None:
+    assert (streamed_from(run) is not None) is streamed
+
+
+@pytest.mark.parametrize("op", ["gather", "scatter"])
+def test_a_selection_says_from_which_size_on_it_shares_and_streams(
+    op: Any, monkeypatch: pytest.MonkeyPatch, three_threads: None
+) -> None:
+    monkeypatch.setattr(moves, "last_level_cache", lambda: 8192)
+    monkeypatch.setattr(moves, "SHARED_FROM", 3000)
+    shared: list[int] = []
+    monkeypatch.setattr(moves, "share", lambda _, parts, __: shared.append(len(parts)))
+    loaded: list[bool] = []
+    load = kvloom.Cache._load_kernels
+
+    def spy(cache: kvloom.Cache, streaming: bool) -> Any:
+        loaded.append(streaming)
+        return load(cache, streaming)
+
+    monkeypatch.setattr(kvloom.Cache, "_load_kernels", spy)
+    tensors = [torch.zeros(2, 8, 4, 2, 64, dtype=torch.float16) for _ in range(2)]
+    cache = kvloom.layout(NHD).bind(tensors)  # 1024 bytes a token
+    chosen = cache.select(op, "slots")
+    assert (chosen.shared_from, chosen.streamed_from) == (3, 4)
+    assert str(chosen).endswith("on several threads from 3 tokens; past the caches from 4 tokens")
+    for tokens in (2, 3, 4):
+        chunk = cache.empty_chunk(tokens)
+        cache._kernels.clear()
+        move = (
+            cache.scatter
+            if op == "scatter"
+            else lambda out, slots: cache.gather(out=out, slots=slots)
+        )
+        move(chunk, slots=range(tokens))
+    assert len(shared) == 2
+    assert loaded == [False, False, True]
+
+
+# --- real transfers ------------------------------------------------------------------------------
+
+
+class Trip:
+    """Every token of a cache moves to another one by way of a chunk, in random order.
+
+    Made before a fork and checked with numpy: torch's own threads hang in a forked child.
+    """
+
+    def __init__(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        layout, shape = kvloom.layout(NHD), (4, 2, 64, 16, 4, 128)
+        self.given = random.integers(0, 256, shape, np.uint8)
+        self.found = np.zeros_like(self.given)
+        self.source = layout.bind([torch.from_numpy(one) for one in self.given])
+        self.target = layout.bind([torch.from_numpy(one) for one in self.found])
+        self.slots = random.permutation(self.source.capacity)
+
+    def arrives(self) -> bool:
+        self.found[:] = 0
+        self.target.scatter(self.source.gather(slots=self.slots), slots=self.slots)
+        return bool((self.found == self.given).all())
+
+
+@pytest.fixture
+def always_shared(monkeypatch: pytest.MonkeyPatch, three_threads: None) -> None:
+    monkeypatch.setattr(moves, "SHARED_FROM", 0)
+
+
+def test_eight_callers_at_once_move_the_right_bytes(always_shared: None) -> None:
+    trips, right = [Trip(seed) for seed in range(8)], []
+
+    def call(trip: Trip) -> None:
+        right.append(all(trip.arrives() for _ in range(5)))
+
+    callers = [threading.Thread(target=call, args=(trip,)) for trip in trips]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert right == [True] * 8
+
+
+def test_a_forked_child_moves_the_right_bytes_after_its_parent_did(always_shared: None) -> None:
+    trip = Trip(0)
+    assert trip.arrives()
+    assert in_a_child(trip.arrives)
+    assert trip.arrives()
+
+
+def test_a_child_forked_while_others_move_moves_the_right_bytes(always_shared: None) -> None:
+    mine, stop = Trip(0), threading.Event()
+
+    def keep_moving(trip: Trip) -> None:
+        while not stop.is_set():
+            trip.arrives()
+
+    others = [threading.Thread(target=keep_moving, args=(Trip(seed),)) for seed in (1, 2)]
+    for other in others:
+        other.start()
+    try:
+        assert all(in_a_child(mine.arrives) for _ in range(5))
+    finally:
+        stop.set()
+        for other in others:
+            other.join()
+
+
+FORKED_WHILE_COMPILING = """
+import os, signal, sys, threading, time
+import numba, torch, kvloom
+from numba.core import event
+
+tensors = [torch.zeros(2, 8, 16, 2, 8, dtype=torch.int16)]
+cache = kvloom.layout("NL_X_TWO_NB_BS_NH_HS").bind(tensors)
+begun = threading.Event()
+event.register("numba:compile", event.TimingListener())
+real = event.TimingListener.on_start
+event.TimingListener.on_start = lambda self, *a: (begun.set(), real(self, *a))[1]
+other = threading.Thread(target=lambda: cache.gather(slots=[1, 2]))
+other.start()
+assert begun.wait(60)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    cache.scatter(cache.gather(slots=[3]), slots=[4])
+    os._exit(0)
+other.join()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0)
+"""
+
+
+def test_a_child_forked_while_another_thread_compiles_does_not_hang(tmp_path: Path) -> None:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED_WHILE_COMPILING],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
