@@ -43,6 +43,12 @@ class Selection:
     why: str = ""
     refused: str = ""
 
+    def __str__(self) -> str:
+        what = f"{self.op} by {self.addressing}"
+        if self.refused:
+            return f"{what}, refused: {self.refused}"
+        return f"{what} on {self.backend}, chunk layout {self.chunk}: {self.why}"
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
