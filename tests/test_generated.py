@@ -1,0 +1,294 @@
+"""The generated modules as they stand: what they say, and what their kernels do as plain Python."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import kvloom_generated
+import oracle
+from declared import LAYOUTS
+from kvloom._abi import Kernels, LayoutFacts
+from kvloom_codegen.spec import AtBind
+from kvloom_generated.registry import MODULES
+from oracle import Cell, Geometry
+
+FOLDER = Path(kvloom_generated.__file__).parent
+# No size is like another, or like that of K/V. The first fits layouts with split axes.
+DRAWN = Geometry(layers=3, blocks=4, block_size=8, heads=5, head_size=16, element_bits=16)
+MOVED = Geometry(layers=3, blocks=4, block_size=5, heads=7, head_size=6, element_bits=16)
+
+
+def load(module: str) -> ModuleType:
+    """A generated module run from its text, apart from the one that the runtime imports."""
+    made = ModuleType(module)
+    exec(compile((FOLDER / f"{module}.py").read_text(encoding="utf-8"), module, "exec"), vars(made))
+    return made
+
+
+def facts(module: str) -> LayoutFacts:
+    found: LayoutFacts = load(module).LAYOUT
+    return found
+
+
+WITH_KERNELS = [module for module in MODULES if not facts(module).unsupported]
+
+with_every_module = pytest.mark.parametrize("module", MODULES)
+with_every_module_with_kernels = pytest.mark.parametrize("module", WITH_KERNELS)
+
+
+@lru_cache(maxsize=2)  # tests come module by module, and a table of elements is large
+def cells(module: str, geometry: Geometry) -> list[Cell]:
+    """Every element of a tight cache, as the oracle sees it."""
+    declared = LAYOUTS[facts(module).name]
+    planes = oracle.SAMPLE_PLANES
+    if isinstance(declared.fields, AtBind):
+        parts = declared.declared_fields.values()
+        planes = tuple((int(one.width), one.element_bits) for one in parts)
+    return list(oracle.cells(declared.layout, geometry, planes=planes))
+
+
+# --- what a docstring says ------------------------------------------------------------------------
+
+AXIS_LINE = re.compile(r"^ *(\S+)  .*  (\S.*) bytes each( \(one dimension\))?$", re.MULTILINE)
+TENSOR_LINE = re.compile(r"^ *tensor\[(.*)\]$")
+STEP_LINE = re.compile(r"^ *\+ (?:(\S+) · )?(.*)$")
+X = 128 // DRAWN.element_bits
+
+
+def drawing_and_address(module: str) -> tuple[str, str]:
+    drawing, lead, address = str(load(module).__doc__).partition("Where an element")
+    assert lead
+    return drawing, address
+
+
+def bits(text: str, **more: int) -> int:
+    """A size in bytes as docstrings write it, such as ``2·BS·HS/2 + 8``, in bits."""
+    names = {
+        "NL": DRAWN.layers,
+        "NB": DRAWN.blocks,
+        "BS": DRAWN.block_size,
+        "NH": DRAWN.heads,
+        "HS": DRAWN.head_size,
+        "x": X,
+        "itemsize": DRAWN.element_bits // 8,
+        **more,
+    }
+    values: dict[str, Any] = {name: Fraction(number) for name, number in names.items()}
+    values["roundup"] = lambda size, unit: -(-size // unit) * unit
+    found = 8 * Fraction(eval(text.replace("·", "*"), values))
+    assert found.denominator == 1
+    return int(found)
+
+
+def formulas(module: str) -> dict[str, tuple[str, list[tuple[str, int]]]]:
+    """Part → the index of its tensor, and the bits of each step: (axis, or nothing; bits)."""
+    found: dict[str, tuple[str, list[tuple[str, int]]]] = {}
+    part = ""
+    for line in drawing_and_address(module)[1].splitlines()[1:]:
+        if tensor := TENSOR_LINE.match(line):
+            found[part] = (tensor[1], [])
+        elif step := STEP_LINE.match(line):
+            found[part][1].append((step[1] or "", bits(step[2])))
+        elif line:
+            part = line.strip().removesuffix(":")
+    return found
+
+
+def coordinates(cell: Cell) -> dict[str, int]:
+    """The indices of an element by axis, those of the halves of a split axis too."""
+    at = {axis: getattr(cell, axis) for axis in ("layer", "kv", "block", "token", "head", "elem")}
+    for axis in ("token", "elem"):
+        at[f"{axis}/x"], at[f"{axis}%x"] = divmod(at[axis], X)
+    return {**at, "": 1}
+
+
+@with_every_module
+def test_a_docstring_names_layout_and_engines_and_says_what_bites(module: str) -> None:
+    title, _, first, *_ = str(load(module).__doc__).splitlines()
+    engines = ", ".join(engine.name for engine in facts(module).engines)
+    assert title == f"{facts(module).name}: {engines}."
+    assert facts(module).doc.startswith(first)
+
+
+@with_every_module
+def test_a_docstring_draws_every_axis_as_large_as_its_address_steps(module: str) -> None:
+    drawing, _ = drawing_and_address(module)
+    drawn = {(axis, bits(size)) for axis, size, _ in AXIS_LINE.findall(drawing)}
+    stepped = {step for _, steps in formulas(module).values() for step in steps if step[0]}
+    assert stepped
+    assert stepped <= drawn
+    # What is drawn and never stepped by: an axis of length 1, and layers that are views.
+    assert {axis for axis, _ in drawn - stepped} <= {"one", *facts(module).views}
+    lists = re.findall(r"^    (\w+)  .*  a list(?: of views)?$", drawing, re.MULTILINE)
+    assert tuple(lists) == facts(module).lists
+
+
+@with_every_module
+def test_a_docstring_gives_the_address_of_every_element(module: str) -> None:
+    parts = formulas(module)
+    tensors = {
+        (part, layer, kv): bits(tensor, layer=layer, kv=kv) // 8
+        for part, (tensor, _) in parts.items()
+        for layer in range(DRAWN.layers)
+        for kv in range(2)
+    }
+    for cell in cells(module, DRAWN):
+        plane = ("key", "value")[cell.kv]
+        part = next(name for name in (f"{plane} {cell.field}", cell.field, plane) if name in parts)
+        at = coordinates(cell)
+        bit = sum(at[axis] * size for axis, size in parts[part][1])
+        assert (tensors[part, cell.layer, cell.kv], bit) == (cell.tensor, cell.engine_bit), cell
+
+
+# --- what kernels are -----------------------------------------------------------------------------
+
+# That this is kvloom._abi.Kernel, mypy sees.
+ABI = (
+    "(pointers: 'Int64Array', chunk: 'int', {index}: 'Int64Array', geometry: 'Int64Array', "
+    "layer_first: 'int', layer_last: 'int', first: 'int', last: 'int') -> 'None'"
+)
+
+
+def plain_kernels(module: str, copy: Any) -> dict[str, Any]:
+    """The kernels of a module by name, as Python runs them, with ``copy`` to move bytes."""
+    made = load(module)
+    made.kernel = lambda function: function
+    made.copy = copy
+    found = made.kernels("the helpers' digest")
+    assert isinstance(found, Kernels)
+    return {field.name: getattr(found, field.name) for field in fields(found)}
+
+
+@with_every_module
+def test_a_module_has_kernels_or_says_why_it_has_none(module: str) -> None:
+    made = load(module)
+    assert hasattr(made, "kernels") != bool(made.LAYOUT.unsupported)
+    assert bool(made.LAYOUT.geometry) != bool(made.LAYOUT.unsupported)
+
+
+@with_every_module_with_kernels
+def test_kernels_are_at_most_eight_and_take_what_the_abi_says(module: str) -> None:
+    kernels = plain_kernels(module, None)
+    assert len(kernels) <= 8
+    for name, kernel in kernels.items():
+        assert kernel.__name__ == name
+        assert str(inspect.signature(kernel)) == ABI.format(index=name.partition("_")[2])
+
+
+@with_every_module_with_kernels
+def test_kernels_close_over_the_digest_of_their_helpers(module: str) -> None:
+    """Closed over, it is part of the key under which numba keeps machine code."""
+    for kernel in plain_kernels(module, None).values():
+        assert inspect.getclosurevars(kernel).nonlocals == {"helpers": "the helpers' digest"}
+
+
+# --- what kernels do ------------------------------------------------------------------------------
+
+GAP = 61  # bytes that belong to nothing, before and after every tensor and the chunk
+SLOTS = (17, -1, 0, 19, -1, 6, 7, 4, 12)
+BLOCKS = (2, 0, 3)
+# Layers and positions that a call is for: all of them, and some in the middle.
+WINDOWS = {"all": (0, None), "some": (1, -1)}
+
+
+class Memory:
+    """The tensors of a cache and a chunk in one address space, with random bytes everywhere."""
+
+    def __init__(self, module: str) -> None:
+        self.cells = cells(module, MOVED)
+        sizes = [0] * (1 + max(cell.tensor for cell in self.cells))
+        for cell in self.cells:
+            end = (cell.engine_bit + cell.bits) // 8
+            sizes[cell.tensor] = max(sizes[cell.tensor], end)
+        sizes.append(max(cell.chunk_bit + cell.bits for cell in self.cells) // 8)
+        *self.pointers, self.chunk, end = accumulate((s + GAP for s in sizes), initial=GAP)
+        self.bytes = np.random.default_rng(7).integers(0, 256, end, np.uint8)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """What ``copy`` of the kernel helpers does, byte by byte."""
+        assert min(target, source) >= 0
+        for i in range(nbytes):
+            self.bytes[target + i] = self.bytes[source + i]
+
+
+def geometry(module: str) -> NDArray[np.int64]:
+    """The geometry array of a tight cache, read off the oracle's addresses."""
+    at = {cell[:6]: cell for cell in cells(module, MOVED)}
+    axes = ("layer", "kv", "block", "token", "head", "elem")
+
+    def column(name: str) -> int:
+        side, _, axis = name.partition(".")
+        if side == "block_size":
+            return MOVED.block_size
+        if side == "run":
+            return MOVED.head_size * MOVED.element_bits // 8
+        if side == "count":
+            return {"kv": 2, "token": MOVED.block_size, "head": MOVED.heads}[axis]
+        origin, one_on = at[0, 0, 0, 0, 0, 0], at[tuple(int(name == axis) for name in axes)]
+        return (getattr(one_on, f"{side}_bit") - getattr(origin, f"{side}_bit")) // 8
+
+    row = [column(name) for name in facts(module).geometry]
+    return np.array([row] * MOVED.layers, np.int64)
+
+
+def expected(
+    memory: Memory, op: str, tokens: Mapping[int, int], layers: range
+) -> NDArray[np.uint8]:
+    """``memory`` after each of ``tokens``, from the chunk's to the slot, was moved by elements."""
+    after = memory.bytes.copy()
+    by_slot: dict[int, list[Cell]] = {}
+    for cell in memory.cells:
+        by_slot.setdefault(cell.block * MOVED.block_size + cell.token, []).append(cell)
+    for token, slot in tokens.items():
+        for there, here in zip(by_slot[slot], by_slot[token], strict=True):
+            assert (there[:2], there[4:7]) == (here[:2], here[4:7])
+            if there.layer in layers:
+                engine = memory.pointers[there.tensor] + there.engine_bit // 8
+                chunk = memory.chunk + here.chunk_bit // 8
+                target, source = (chunk, engine) if op == "gather" else (engine, chunk)
+                size = there.bits // 8
+                after[target : target + size] = memory.bytes[source : source + size]
+    return after
+
+
+@pytest.mark.parametrize(("start", "stop"), WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("name", [field.name for field in fields(Kernels)])
+@with_every_module_with_kernels
+def test_a_kernel_moves_the_elements_of_its_tokens_and_nothing_else(
+    module: str, name: str, start: int, stop: int | None
+) -> None:
+    memory = Memory(module)
+    op, _, addressing = name.partition("_")
+    index = SLOTS if addressing == "slots" else BLOCKS
+    layers, positions = range(MOVED.layers)[start:stop], range(len(index))[start:stop]
+    if addressing == "slots":
+        tokens = {at: index[at] for at in positions if index[at] >= 0}
+    else:
+        size = MOVED.block_size
+        tokens = {at * size + i: index[at] * size + i for at in positions for i in range(size)}
+    after = expected(memory, op, tokens, layers)
+    assert (after != memory.bytes).any()
+    plain_kernels(module, memory.copy)[name](
+        np.array(memory.pointers, np.int64),
+        memory.chunk,
+        np.array(index, np.int64),
+        geometry(module),
+        layers.start,
+        layers.stop,
+        positions.start,
+        positions.stop,
+    )
+    assert (memory.bytes == after).all()
