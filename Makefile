@@ -20,7 +20,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH PIP_USER PIP_TARGET PIP_PREFIX
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint generate goldens check format pythons clean
+.PHONY: help demo test bench lint generate goldens check format pythons clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +35,9 @@ lint: $(VENV_READY) ## ruff and mypy
 	@$(VENV_PYTHON) -m ruff check
 	@$(VENV_PYTHON) -m ruff format --check
 	@$(VENV_PYTHON) -m mypy
+
+bench: $(VENV_READY) ## measure transfers beside a torch copy, on a machine that does nothing else
+	@$(VENV_PYTHON) benchmarks/transfers.py $(ARGS)
 
 generate: $(VENV_READY) ## write everything that follows from specs/
 	@$(VENV_PYTHON) -m kvloom_codegen

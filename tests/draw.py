@@ -18,6 +18,9 @@ import kvloom
 import oracle
 from kvloom.select import ADDRESSINGS, Addressing
 
+# What moves the bytes: kernels that store as usual, or past the caches, or that share the work out
+# among threads; or torch's indexing.
+WAYS = ["ordinary", "streaming", "shared", "torch"]
 DTYPES = [torch.uint8, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32]
 # One element, rows that are a multiple of nothing, and enough for every step of the copy loop.
 HEAD_SIZES = st.integers(1, 17) | st.sampled_from([32, 64, 67, 129, 300])
@@ -69,7 +72,7 @@ class Case:
     ``engine`` is the memory of each layer's tensors, or of one buffer of which all tensors are
     views, side by side along its first dimension. ``chunk`` names a chunk layout or is None for the
     layout's own, and ``held`` is the chunk's memory. Every buffer touches a page without access, at
-    its ``end`` or else at its start.
+    its ``end`` or else at its start. ``way`` is one of ``WAYS``.
     """
 
     geometry: oracle.Geometry
@@ -79,6 +82,7 @@ class Case:
     chunk: str | None
     held: Memory
     end: bool
+    way: str
 
 
 @st.composite
@@ -97,7 +101,8 @@ def cases(
     chunk = draw(st.sampled_from([None, *chunks_that_fit(layout, geometry)]))
     shape = oracle.chunk_shape(layout.name, geometry, 1, chunk or layout.facts.chunk)
     held = draw(memories(len(shape)))
-    return Case(geometry, dtype, draw(engine), draw(tokens), chunk, held, draw(st.booleans()))
+    ends, ways = st.booleans(), st.sampled_from(WAYS)
+    return Case(geometry, dtype, draw(engine), draw(tokens), chunk, held, draw(ends), draw(ways))
 
 
 @cache

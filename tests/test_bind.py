@@ -265,11 +265,14 @@ def test_empty_views_are_as_far_apart_as_the_name_says(layout: kvloom.Layout) ->
 
 
 def test_empty_takes_the_words_that_specs_have_for_dtypes() -> None:
-    for model in kvloom.models():
+    words = {model.dtype for model in kvloom.models()}
+    for word, dtype in {"bf16": torch.bfloat16, "fp16": torch.float16}.items():
         tensors = kvloom.layout(MLA).empty(
-            layers=1, blocks=1, block_size=1, head_size=1, dtype=model.dtype
+            layers=1, blocks=1, block_size=1, head_size=1, dtype=word
         )
-        assert oracle.flat(tensors)[0].dtype is torch.bfloat16
+        assert oracle.flat(tensors)[0].dtype is dtype
+        words.discard(word)
+    assert not words
     with pytest.raises(ValueError, match=r"'bf8'.*bf16"):
         kvloom.layout(MLA).empty(layers=1, blocks=1, block_size=1, head_size=1, dtype="bf8")
 

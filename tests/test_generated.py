@@ -162,12 +162,13 @@ ABI = (
 )
 
 
-def plain_kernels(module: str, copy: Any) -> dict[str, Any]:
-    """The kernels of a module by name, as Python runs them, with ``copy`` to move bytes."""
+def plain_kernels(module: str, helpers: Memory | None, streaming: bool = False) -> dict[str, Any]:
+    """The kernels of a module by name, as Python runs them, with the functions of ``helpers``."""
     made = load(module)
     made.kernel = lambda function: function
-    made.copy = copy
-    found = made.kernels("the helpers' digest")
+    if helpers is not None:
+        made.copy, made.prefetch, made.finish = helpers.copy, helpers.prefetch, helpers.finish
+    found = made.kernels("the helpers' digest", streaming)
     assert isinstance(found, Kernels)
     return {field.name: getattr(found, field.name) for field in fields(found)}
 
@@ -182,7 +183,7 @@ def test_a_module_has_kernels_or_says_why_it_has_none(module: str) -> None:
 @with_every_module_with_kernels
 def test_kernels_are_at_most_eight_and_take_what_the_abi_says(module: str) -> None:
     kernels = plain_kernels(module, None)
-    assert len(kernels) <= 8
+    assert 2 * len(kernels) <= 8  # each with ordinary and with streaming stores
     for name, kernel in kernels.items():
         assert kernel.__name__ == name
         assert str(inspect.signature(kernel)) == ABI.format(index=name.partition("_")[2])
@@ -191,8 +192,10 @@ def test_kernels_are_at_most_eight_and_take_what_the_abi_says(module: str) -> No
 @with_every_module_with_kernels
 def test_kernels_close_over_the_digest_of_their_helpers(module: str) -> None:
     """Closed over, it is part of the key under which numba keeps machine code."""
-    for kernel in plain_kernels(module, None).values():
-        assert inspect.getclosurevars(kernel).nonlocals == {"helpers": "the helpers' digest"}
+    for streaming in (False, True):
+        for kernel in plain_kernels(module, None, streaming).values():
+            found = inspect.getclosurevars(kernel).nonlocals
+            assert found == {"helpers": "the helpers' digest", "streaming": streaming}
 
 
 # --- what kernels do ------------------------------------------------------------------------------
@@ -207,7 +210,7 @@ WINDOWS = {"all": (0, None), "some": (1, -1)}
 class Memory:
     """The tensors of a cache and a chunk in one address space, with random bytes everywhere."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, streaming: bool) -> None:
         self.cells = cells(module, MOVED)
         sizes = [0] * (1 + max(cell.tensor for cell in self.cells))
         for cell in self.cells:
@@ -216,12 +219,26 @@ class Memory:
         sizes.append(max(cell.chunk_bit + cell.bits for cell in self.cells) // 8)
         *self.pointers, self.chunk, end = accumulate((s + GAP for s in sizes), initial=GAP)
         self.bytes = np.random.default_rng(7).integers(0, 256, end, np.uint8)
+        self.streaming = streaming
+        self.finished = False
+        self.read: set[int] = set()
+        self.prefetched: set[int] = set()
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
+    def copy(self, target: int, source: int, nbytes: int, streaming: bool) -> None:
         """What ``copy`` of the kernel helpers does, byte by byte."""
+        assert streaming is self.streaming
+        assert not self.finished
         assert min(target, source) >= 0
         for i in range(nbytes):
             self.bytes[target + i] = self.bytes[source + i]
+            self.read.add(source + i)
+
+    def prefetch(self, source: int, nbytes: int) -> None:
+        self.prefetched.update(range(source, source + nbytes))
+
+    def finish(self, streaming: bool) -> None:
+        assert streaming is self.streaming
+        self.finished = True
 
 
 def geometry(module: str) -> NDArray[np.int64]:
@@ -264,13 +281,14 @@ def expected(
     return after
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["ordinary", "streaming"])
 @pytest.mark.parametrize(("start", "stop"), WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("name", [field.name for field in fields(Kernels)])
 @with_every_module_with_kernels
 def test_a_kernel_moves_the_elements_of_its_tokens_and_nothing_else(
-    module: str, name: str, start: int, stop: int | None
+    module: str, name: str, start: int, stop: int | None, streaming: bool
 ) -> None:
-    memory = Memory(module)
+    memory = Memory(module, streaming)
     op, _, addressing = name.partition("_")
     index = SLOTS if addressing == "slots" else BLOCKS
     layers, positions = range(MOVED.layers)[start:stop], range(len(index))[start:stop]
@@ -281,7 +299,7 @@ def test_a_kernel_moves_the_elements_of_its_tokens_and_nothing_else(
         tokens = {at * size + i: index[at] * size + i for at in positions for i in range(size)}
     after = expected(memory, op, tokens, layers)
     assert (after != memory.bytes).any()
-    plain_kernels(module, memory.copy)[name](
+    plain_kernels(module, memory, streaming)[name](
         np.array(memory.pointers, np.int64),
         memory.chunk,
         np.array(index, np.int64),
@@ -292,3 +310,10 @@ def test_a_kernel_moves_the_elements_of_its_tokens_and_nothing_else(
         positions.stop,
     )
     assert (memory.bytes == after).all()
+    assert memory.finished
+    if name == "gather_slots":
+        # Every row but the first few, and of slots that are passed over whatever it may be.
+        assert memory.read & memory.prefetched
+        assert len(memory.prefetched - memory.read) <= len(memory.prefetched) // 2
+    else:
+        assert not memory.prefetched

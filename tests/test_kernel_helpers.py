@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # --- copy -----------------------------------------------------------------------------------------
 
+both_stores = pytest.mark.parametrize("streaming", [False, True], ids=["ordinary", "streaming"])
+
 # Every remainder of 64 after 0 to 3 words of 64 bytes and 0 to 2 rounds of 256.
 LENGTHS = range(3 * 256)
 
@@ -35,39 +37,44 @@ def ends(nbytes: int) -> Iterator[tuple[slice, slice]]:
     yield from product((first, last), repeat=2)
 
 
-def test_copy_reads_and_writes_no_byte_beyond_its_rows() -> None:
+@both_stores
+def test_copy_reads_and_writes_no_byte_beyond_its_rows(streaming: bool) -> None:
     target, source = guarded(PAGE), guarded(PAGE)  # a whole page: guarded on both sides
-    copy(target.data_ptr(), source.data_ptr(), 0)  # compiled before the fork
+    copy(target.data_ptr(), source.data_ptr(), 0, streaming)  # compiled before the fork
 
     def copy_at_all_ends() -> None:
         for nbytes in LENGTHS:
             for at, start in ends(nbytes):
-                copy(target.data_ptr() + at.start, source.data_ptr() + start.start, nbytes)
+                to, start_at = target.data_ptr() + at.start, source.data_ptr() + start.start
+                copy(to, start_at, nbytes, streaming)
 
     assert exit_signal(copy_at_all_ends) == 0
 
 
-def test_copy_moves_every_length() -> None:
+@both_stores
+def test_copy_moves_every_length(streaming: bool) -> None:
     random = np.random.default_rng(3)
     target, source = (random.integers(0, 256, PAGE, np.uint8) for _ in range(2))
     for nbytes in LENGTHS:
         for at, start in ends(nbytes):
             expected = target.copy()
             expected[at] = source[start]
-            copy(target.ctypes.data + at.start, source.ctypes.data + start.start, nbytes)
+            to, start_at = target.ctypes.data + at.start, source.ctypes.data + start.start
+            copy(to, start_at, nbytes, streaming)
             assert (target == expected).all(), (nbytes, at, start)
             random.shuffle(source)
 
 
-@pytest.mark.parametrize("nbytes", [1, 2, 4, 8, 16, 32, 64, 127, 256, 383])
-def test_copy_moves_between_addresses_of_any_alignment(nbytes: int) -> None:
+@both_stores
+@pytest.mark.parametrize("nbytes", [1, 2, 4, 8, 16, 32, 64, 127, 128, 256, 383])
+def test_copy_moves_between_addresses_of_any_alignment(nbytes: int, streaming: bool) -> None:
     random = np.random.default_rng(nbytes)
     source = random.integers(0, 256, 64 + nbytes, np.uint8)
     for to, start in product(range(64), repeat=2):
         target = np.zeros(64 + nbytes, np.uint8)
         expected = target.copy()
         expected[to : to + nbytes] = source[start : start + nbytes]
-        copy(target.ctypes.data + to, source.ctypes.data + start, nbytes)
+        copy(target.ctypes.data + to, source.ctypes.data + start, nbytes, streaming)
         assert (target == expected).all(), (to, start)
 
 
@@ -108,14 +115,17 @@ AARCH64 = """
 import re
 import numba
 from llvmlite import binding
+from kvloom import _kernel
 from kvloom._kernel import HELPERS, _OPTIONS
 from kvloom_generated.nl_x_two_nb_bs_nh_hs import kernels
 
+_kernel.X86 = False
 binding.initialize_all_targets()
 binding.initialize_all_asmprinters()
 target = binding.Target.from_triple("aarch64-unknown-linux-gnu").create_target_machine(opt=3)
 i64 = numba.int64
-for kernel in vars(kernels(HELPERS)).values():
+both = [*vars(kernels(HELPERS)).values(), *vars(kernels(HELPERS, True)).values()]
+for kernel in both:
     here = numba.njit(**_OPTIONS)(kernel.py_func)  # machine code from the disk has no LLVM text
     here.compile((i64[::1], i64, i64[::1], i64[:, ::1], i64, i64, i64, i64))
     module = binding.parse_assembly(here.inspect_llvm(here.signatures[0]))
@@ -130,9 +140,11 @@ for kernel in vars(kernels(HELPERS)).values():
 
 def test_kernels_compile_for_aarch64_to_wide_moves_without_a_call_of_memcpy() -> None:
     assembly = run(AARCH64)
-    assert assembly.count(".globl\t_ZN16kvloom_generated") == 4
+    assert assembly.count(".globl\t_ZN16kvloom_generated") == 8
     assert "\tldp\tq" in assembly
     assert "\tstp\tq" in assembly
+    assert "\tstnp\tq" in assembly  # past the caches
+    assert "\tdmb\tish" in assembly
     assert "memcpy" not in assembly
     assert "memmove" not in assembly
 
@@ -167,7 +179,7 @@ print(json.dumps({
 CHANGED = '''
 
 @numba.njit(**_OPTIONS)
-def copy(target: int, source: int, nbytes: int) -> None:
+def copy(target: int, source: int, nbytes: int, streaming: bool) -> None:
     """Copy the first byte alone."""
     _move1(target, source)
 '''

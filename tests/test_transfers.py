@@ -6,7 +6,8 @@ random bytes, so payloads of NaNs are among it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from math import prod
 from typing import Any
@@ -46,19 +47,24 @@ class Scene:
         index = guard.guarded_like(torch.tensor(tokens.index), case.end)
         self.arguments: dict[str, Any] = {"skip_prefix": tokens.skip_prefix, "chunk": case.chunk}
         self.arguments[tokens.addressing] = index
-        self.cache = layout.bind(nested, block_size=self.geometry.block_size)
+        self.cache = layout.bind(
+            nested,
+            block_size=self.geometry.block_size,
+            backend="torch" if case.way == "torch" else "cpu",
+        )
+        self._way = case.way
         self._guarded = [*self.tensors, self.chunk, index]
 
     def gather(self) -> None:
-        with trapped(self._guarded):
+        with trapped(self._guarded), forced(self._way):
             self.cache.gather(out=self.chunk, **self.arguments)
 
     def scatter(self) -> None:
-        with trapped(self._guarded):
+        with trapped(self._guarded), forced(self._way):
             self.cache.scatter(self.chunk, **self.arguments)
 
     def gather_slots_into_a_new_chunk(self) -> torch.Tensor:
-        with trapped(self._guarded):
+        with trapped(self._guarded), forced(self._way):
             chunk = self.cache.gather(slots=self.slots, chunk=self.arguments["chunk"])
         assert isinstance(chunk, torch.Tensor)
         return chunk
@@ -79,6 +85,18 @@ class Scene:
         return oracle.expected_chunk(
             self.name, tensors, self.slots, self.geometry, chunk=self.chunk_layout, out=out
         )
+
+
+@contextmanager
+def forced(way: str) -> Iterator[None]:
+    """Small calls done as large ones are."""
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "streaming":
+            patch.setattr("kvloom.cache.streamed_from", lambda _: 0)
+        if way == "shared":
+            patch.setattr("kvloom.moves.threads", lambda: 3)
+            patch.setattr("kvloom.moves.SHARED_FROM", 0)
+        yield
 
 
 def engine(layout: kvloom.Layout, case: Case) -> tuple[Any, list[torch.Tensor]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,8 @@ os.register_at_fork(
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _warned = False
+
+X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 # A slot this many positions ahead is prefetched, this many bytes of its row at most.
 AHEAD = 2
@@ -103,7 +106,7 @@ def _fence(typing_context: Any) -> Any:
     """Streaming stores before it are seen by other threads before stores after it."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if builder.module.triple.startswith("x86_64"):
+        if X86:
             function = ir.FunctionType(ir.VoidType(), [])
             builder.call(builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), function), [])
         else:
