@@ -266,7 +266,7 @@ def summary(cells: Sequence[Cell]) -> list[dict[str, Any]]:
         slow = max(single, key=lambda cell: cell.seconds)
         found.append(
             {
-                "what": f"one block of 16 tokens × 32 layers, the slowest: {slow.layout}, {slow.op}",
+                "what": f"one block × 32 layers, the slowest: {slow.layout}, {slow.op}",
                 "value": f"{slow.seconds * 1e6:.0f} µs",
                 "limit": f"below {ONE_BLOCK * 1e6:.0f} µs",
                 "kept": slow.seconds < ONE_BLOCK,

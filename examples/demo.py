@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import kvloom
+from attention import Survival, survival
 from kvloom.verify import RoundTrip, round_trip, sizes_for
 
 MODELS = {"mha": "llama-3-8b", "mla": "deepseek-v3"}
@@ -49,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error.args[0]))
     start = time.perf_counter()
     results: list[RoundTrip] = []
+    survivals: list[Survival] = []
     columns = (
         TextColumn("{task.description}", justify="left"),
         BarColumn(),
@@ -63,9 +65,11 @@ def main(arguments: list[str] | None = None) -> int:
                 progress.update(task, description=f"{name}: {step}")
 
             results.append(round_trip(layout, sizes[layout], seed=options.seed, progress=show))
+            show("attention")
+            survivals.append(survival(layout, seed=options.seed))
             progress.advance(task)
     console.print(_table(layouts, results))
-    return _verdict(console, results, time.perf_counter() - start)
+    return _verdict(console, results, survivals, time.perf_counter() - start)
 
 
 def _chosen(keys: list[str] | None) -> list[kvloom.Layout]:
@@ -99,8 +103,21 @@ def _table(layouts: list[kvloom.Layout], results: list[RoundTrip]) -> Table:
     return table
 
 
-def _verdict(console: Console, results: list[RoundTrip], seconds: float) -> int:
+def _verdict(
+    console: Console, results: list[RoundTrip], survivals: list[Survival], seconds: float
+) -> int:
     faults = [f"{result.layout}: {fault}" for result in results for fault in result.faults]
+    faults += [
+        f"{one.layout}: attention over the reloaded cache of real keys and values differs by "
+        f"{one.difference:.1e}"
+        for one in survivals
+        if not one.ok
+    ]
+    if all(one.ok for one in survivals):
+        console.print(
+            "attention over the reloaded cache of real keys and values equals attention before, "
+            f"in all {len(survivals)} layouts"
+        )
     for fault in faults:
         console.print(f"[red]{fault}[/]")
     if faults:

@@ -102,6 +102,7 @@ def load(folder: Path) -> Specs:
         (spec for _, spec in layouts),
         key=lambda spec: (spec.id is None, spec.id or 0, spec.layout),
     )
+    models.sort(key=lambda model: model.model)
     return Specs(tuple(ordered), chunks, tuple(models))
 
 

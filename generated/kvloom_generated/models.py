@@ -30,6 +30,18 @@ MODELS: dict[str, ModelFacts] = {
         head_size=128,
         dtype="bf16",
     ),
+    "minilm-l6": ModelFacts(
+        name="minilm-l6",
+        doc=(
+            "all-MiniLM-L6-v2, multi-head attention: small enough that a sample of its real keys "
+            "and values lies in examples/sample. A token is 9 KiB of cache over all layers."
+        ),
+        attention="mha",
+        layers=6,
+        heads=12,
+        head_size=32,
+        dtype="fp16",
+    ),
     "minilm-l6-latent": ModelFacts(
         name="minilm-l6-latent",
         doc=(
@@ -41,18 +53,6 @@ MODELS: dict[str, ModelFacts] = {
         layers=6,
         heads=1,
         head_size=768,
-        dtype="fp16",
-    ),
-    "minilm-l6": ModelFacts(
-        name="minilm-l6",
-        doc=(
-            "all-MiniLM-L6-v2, multi-head attention: small enough that a sample of its real keys "
-            "and values lies in examples/sample. A token is 9 KiB of cache over all layers."
-        ),
-        attention="mha",
-        layers=6,
-        heads=12,
-        head_size=32,
         dtype="fp16",
     ),
     "qwen1.5-7b": ModelFacts(
