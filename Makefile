@@ -44,6 +44,7 @@ generate: $(VENV_READY) ## write everything that follows from specs/
 
 goldens: $(VENV_READY) ## renew the goldens that differ, to be reviewed as a diff
 	@$(VENV_PYTHON) -m kvloom_codegen --update-goldens
+	@$(VENV_PYTHON) -m pytest -q --update-goldens tests/test_spec_errors.py
 
 check: $(VENV_READY) ## say which generated files are missing, stale or orphaned
 	@$(VENV_PYTHON) -m kvloom_codegen --check

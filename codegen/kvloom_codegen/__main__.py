@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 
 from kvloom_codegen.checks import load
@@ -15,12 +16,15 @@ from kvloom_codegen.sources import specs_dir
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the generator; 0 when all is as the specs ask, 1 when not, 2 for a wrong command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # diffs hold more than ASCII
     parser = _parser()
     options = parser.parse_args(arguments)
     root = options.root or _checkout(parser)
     if options.update_goldens and (options.check or options.dry_run):
         parser.error("--update-goldens writes; it goes with neither --check nor --dry-run")
-    if options.update_goldens and os.environ.get("CI"):
+    if options.update_goldens and _under_ci():
         parser.error(
             "--update-goldens is refused under CI: goldens are reviewed, not renewed there"
         )
@@ -45,6 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
     for one in left:
         print(one.report(), file=sys.stderr)
     return 1 if left else 0
+
+
+def _under_ci() -> bool:
+    return os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
 
 
 def _parser() -> argparse.ArgumentParser:

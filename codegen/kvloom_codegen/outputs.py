@@ -30,6 +30,7 @@ GOLDENS = "tests/goldens/layouts"
 README = "README.md"
 BEGIN = "<!-- layouts: generated from specs/ by `make generate`; do not edit -->"
 END = "<!-- end of layouts -->"
+BESIDE = ".new"  # the ending of a file that is being written
 
 # Everything under these folders is the generator's: a file that no spec asks for is an orphan.
 OWNED = (PACKAGE, PAGES, GOLDENS)
@@ -121,7 +122,14 @@ def _readme(root: Path, table: str) -> str:
 
 
 def compare(files: dict[str, str], root: Path) -> list[Difference]:
-    """Every generated file that is missing, stale or an orphan."""
+    """Every generated file that is missing, stale or an orphan.
+
+    SpecError where a folder stands in its place.
+    """
+    folders = [path for path in files if (root / path).is_dir()]
+    if folders:
+        message = "is a folder; allowed: nothing, or the generated file"
+        raise SpecError(Problem(path, 1, 1, "", message) for path in folders)
     found = []
     for path, content in files.items():
         command = UPDATE if path.startswith(GOLDENS) else GENERATE
@@ -146,9 +154,14 @@ def _orphans(files: dict[str, str], root: Path) -> Iterator[str]:
     for folder in OWNED:
         for path in sorted((root / folder).rglob("*")):
             relative = path.relative_to(root).as_posix()
-            if "__pycache__" in path.parts or path.is_dir() or relative in files:
-                continue
-            yield relative
+            ours = "__pycache__" in path.parts or path.is_dir() or relative in files
+            if not ours and not _of_an_editor(path.name):
+                yield relative
+
+
+def _of_an_editor(name: str) -> bool:
+    """Whether a file is hidden or a backup, and not what an interrupted run of ours left behind."""
+    return (name.startswith(".") or name.endswith("~")) and not name.endswith(BESIDE)
 
 
 def write(
@@ -177,7 +190,7 @@ def write(
 def _write_whole(path: Path, content: str) -> None:
     """Write beside the target and rename, so that no reader ever sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
+    beside = path.with_name(f".{path.name}{BESIDE}")
     beside.write_bytes(content.encode("utf-8"))
     beside.replace(path)
 
