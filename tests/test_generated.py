@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,9 +26,13 @@ from kvloom_generated.registry import MODULES
 from oracle import Cell, Geometry
 
 FOLDER = Path(kvloom_generated.__file__).parent
-# No size is like another, or like that of K/V. The first fits layouts with split axes.
-DRAWN = Geometry(layers=3, blocks=4, block_size=8, heads=5, head_size=16, element_bits=16)
+# No size is like another, or like that of K/V.
 MOVED = Geometry(layers=3, blocks=4, block_size=5, heads=7, head_size=6, element_bits=16)
+# The same where axes split, but HS/16 is 1 and x is BS: in the second they are not.
+SAID = (
+    Geometry(layers=3, blocks=4, block_size=8, heads=5, head_size=16, element_bits=16),
+    Geometry(layers=1, blocks=2, block_size=16, heads=3, head_size=48, element_bits=32),
+)
 
 
 def load(module: str) -> ModuleType:
@@ -65,7 +69,8 @@ def cells(module: str, geometry: Geometry) -> list[Cell]:
 AXIS_LINE = re.compile(r"^ *(\S+)  .*  (\S.*) bytes each( \(one dimension\))?$", re.MULTILINE)
 TENSOR_LINE = re.compile(r"^ *tensor\[(.*)\]$")
 STEP_LINE = re.compile(r"^ *\+ (?:(\S+) · )?(.*)$")
-X = 128 // DRAWN.element_bits
+
+with_sizes = pytest.mark.parametrize("sizes", SAID, ids=("unlike", "split"))
 
 
 def drawing_and_address(module: str) -> tuple[str, str]:
@@ -74,60 +79,67 @@ def drawing_and_address(module: str) -> tuple[str, str]:
     return drawing, address
 
 
-def bits(text: str, **more: int) -> int:
-    """A size in bytes as docstrings write it, such as ``2·BS·HS/2 + 8``, in bits."""
+def number(text: str, sizes: Geometry, **more: int) -> Fraction:
+    """A formula as docstrings write it, such as ``2·BS·HS/2 + 8``, on a geometry."""
     names = {
-        "NL": DRAWN.layers,
-        "NB": DRAWN.blocks,
-        "BS": DRAWN.block_size,
-        "NH": DRAWN.heads,
-        "HS": DRAWN.head_size,
-        "x": X,
-        "itemsize": DRAWN.element_bits // 8,
+        "NL": sizes.layers,
+        "NB": sizes.blocks,
+        "BS": sizes.block_size,
+        "NH": sizes.heads,
+        "HS": sizes.head_size,
+        "x": 128 // sizes.element_bits,
+        "itemsize": sizes.element_bits // 8,
         **more,
     }
-    values: dict[str, Any] = {name: Fraction(number) for name, number in names.items()}
+    values: dict[str, Any] = {name: Fraction(size) for name, size in names.items()}
     values["roundup"] = lambda size, unit: -(-size // unit) * unit
-    found = 8 * Fraction(eval(text.replace("·", "*"), values))
-    assert found.denominator == 1
-    return int(found)
+    return Fraction(eval(text.replace("·", "*"), values))
 
 
-def formulas(module: str) -> dict[str, tuple[str, list[tuple[str, int]]]]:
-    """Part → the index of its tensor, and the bits of each step: (axis, or nothing; bits)."""
-    found: dict[str, tuple[str, list[tuple[str, int]]]] = {}
+def formulas(module: str) -> dict[str, tuple[str, list[tuple[str, str]]]]:
+    """Part → the index of its tensor, and the bytes of each step: (axis, or nothing; bytes)."""
+    found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
     part = ""
     for line in drawing_and_address(module)[1].splitlines()[1:]:
         if tensor := TENSOR_LINE.match(line):
             found[part] = (tensor[1], [])
         elif step := STEP_LINE.match(line):
-            found[part][1].append((step[1] or "", bits(step[2])))
+            found[part][1].append((step[1] or "", step[2]))
         elif line:
             part = line.strip().removesuffix(":")
     return found
 
 
-def coordinates(cell: Cell) -> dict[str, int]:
+def coordinates(cell: Cell, sizes: Geometry) -> dict[str, int]:
     """The indices of an element by axis, those of the halves of a split axis too."""
     at = {axis: getattr(cell, axis) for axis in ("layer", "kv", "block", "token", "head", "elem")}
     for axis in ("token", "elem"):
-        at[f"{axis}/x"], at[f"{axis}%x"] = divmod(at[axis], X)
+        at[f"{axis}/x"], at[f"{axis}%x"] = divmod(at[axis], 128 // sizes.element_bits)
     return {**at, "": 1}
 
 
 @with_every_module
 def test_a_docstring_names_layout_and_engines_and_says_what_bites(module: str) -> None:
-    title, _, first, *_ = str(load(module).__doc__).splitlines()
-    engines = ", ".join(engine.name for engine in facts(module).engines)
-    assert title == f"{facts(module).name}: {engines}."
-    assert facts(module).doc.startswith(first)
+    title, doc, *_ = str(load(module).__doc__).split("\n\n")
+    declared = LAYOUTS[facts(module).name]
+    engines = ", ".join(engine.name for engine in declared.engines)
+    assert title == f"{declared.layout}: {engines}."
+    assert doc.split() == declared.doc.split()
 
 
 @with_every_module
-def test_a_docstring_draws_every_axis_as_large_as_its_address_steps(module: str) -> None:
+@with_sizes
+def test_a_docstring_draws_every_axis_as_large_as_its_address_steps(
+    sizes: Geometry, module: str
+) -> None:
     drawing, _ = drawing_and_address(module)
-    drawn = {(axis, bits(size)) for axis, size, _ in AXIS_LINE.findall(drawing)}
-    stepped = {step for _, steps in formulas(module).values() for step in steps if step[0]}
+    drawn = {(axis, number(size, sizes)) for axis, size, _ in AXIS_LINE.findall(drawing)}
+    stepped = {
+        (axis, number(size, sizes))
+        for _, steps in formulas(module).values()
+        for axis, size in steps
+        if axis
+    }
     assert stepped
     assert stepped <= drawn
     # What is drawn and never stepped by: an axis of length 1, and layers that are views.
@@ -137,19 +149,21 @@ def test_a_docstring_draws_every_axis_as_large_as_its_address_steps(module: str)
 
 
 @with_every_module
-def test_a_docstring_gives_the_address_of_every_element(module: str) -> None:
-    parts = formulas(module)
-    tensors = {
-        (part, layer, kv): bits(tensor, layer=layer, kv=kv) // 8
-        for part, (tensor, _) in parts.items()
-        for layer in range(DRAWN.layers)
-        for kv in range(2)
-    }
-    for cell in cells(module, DRAWN):
+@with_sizes
+def test_a_docstring_gives_the_address_of_every_element(sizes: Geometry, module: str) -> None:
+    tensors, steps = {}, {}
+    for part, (tensor, added) in formulas(module).items():
+        bits = [(axis, 8 * number(size, sizes)) for axis, size in added]
+        assert all(size.denominator == 1 for _, size in bits)
+        steps[part] = [(axis, int(size)) for axis, size in bits]
+        for layer, kv in product(range(sizes.layers), range(2)):
+            tensors[part, layer, kv] = number(tensor, sizes, layer=layer, kv=kv)
+    for cell in cells(module, sizes):
         plane = ("key", "value")[cell.kv]
-        part = next(name for name in (f"{plane} {cell.field}", cell.field, plane) if name in parts)
-        at = coordinates(cell)
-        bit = sum(at[axis] * size for axis, size in parts[part][1])
+        names = (f"{plane} {cell.field}", cell.field, plane)
+        part = next(name for name in names if name in steps)
+        at = coordinates(cell, sizes)
+        bit = sum(at[axis] * size for axis, size in steps[part])
         assert (tensors[part, cell.layer, cell.kv], bit) == (cell.tensor, cell.engine_bit), cell
 
 

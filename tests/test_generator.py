@@ -27,6 +27,7 @@ PACKAGE = "generated/kvloom_generated"
 MODULE = f"{PACKAGE}/nl_x_nb_bs_hs.py"
 GOLDEN = "tests/goldens/layouts/NL_X_NB_BS_HS.txt"
 README = "README.md"
+ROW = "| 3 | [`NL_X_NB_BS_HS`]("
 
 REPORT = re.compile(r"^(missing|stale|orphan): (\S+); mend it with: (.+)$", re.MULTILINE)
 
@@ -191,12 +192,17 @@ def test_every_output_but_the_readme_says_from_what_and_how_it_was_made(
     assert layout.startswith("# Generated from specs/layouts/NL_X_NB_BS_HS.yaml by ")
 
 
-def test_root_and_specs_may_be_anywhere(fresh: Project, tmp_path: Path) -> None:
-    target = copy(fresh.root, tmp_path / "project", (README,))
-    specs = copy(fresh.root, tmp_path / "declared", ("specs",)).root / "specs"
-    assert fresh.run("--root", str(target.root), "--specs", str(specs)).status == 0
-    outputs = {path: held for path, held in fresh.files().items() if path.startswith(OUTPUTS)}
-    assert target.files() == outputs
+def test_root_and_specs_may_be_anywhere(fresh: Project, project: Project, tmp_path: Path) -> None:
+    """Written to a root with no code, from specs with a layout less than the code's own."""
+    target = copy(fresh.root, tmp_path / "target", (README,))
+    specs = copy(fresh.root, tmp_path / "declared", ("specs",))
+    for declared in (specs, project):
+        declared.remove("specs/layouts/NL_X_NB_BSV_BSS.yaml")
+    assert project.run().status == 0
+    wanted = {path: held for path, held in project.files().items() if path.startswith(OUTPUTS)}
+    options = ("--root", str(target.root), "--specs", str(specs.root / "specs"))
+    assert fresh.run(*options).status == 0
+    assert target.files() == wanted
 
 
 # --- the three modes ------------------------------------------------------------------------------
@@ -224,7 +230,7 @@ def damaged(project: Project) -> Project:
     """A project with all of ``DAMAGE``."""
     project.edit(MODULE, "layer * chunk_layer", "layer * chunk_token")
     project.edit(f"{PAGES}/README.md", "\n", "\r\n")
-    project.edit(README, "| 3 |", "| 4 |")
+    project.edit(README, ROW, ROW.replace("3", "4"))
     project.edit(GOLDEN, "engine itemsize", "engine 2·itemsize")
     for path, (state, _) in DAMAGE.items():
         if state == "missing":
@@ -358,7 +364,7 @@ def test_caches_and_other_folders_are_nobodys_orphans(project: Project, path: st
 def test_the_readme_is_renewed_between_its_marks_alone(project: Project) -> None:
     project.put(README, f"Before.\n{project.text(README)}\nAfter, with no end of line.")
     wanted = project.text(README)
-    project.edit(README, "| 3 |", "| 4 |")
+    project.edit(README, ROW, ROW.replace("3", "4"))
     assert project.run() == Result(0, f"wrote {README}\n", "")
     assert project.text(README) == wanted
 

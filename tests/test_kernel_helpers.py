@@ -103,8 +103,10 @@ def test_kernels_let_other_threads_run_and_are_compiled_when_called(module: str)
 def test_an_error_that_is_not_about_the_cache_is_no_reason_to_go_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(**_: object) -> None:
-        raise RuntimeError("something else")
+    def broken(cache: bool = False, **_: object) -> Any:
+        if cache:
+            raise RuntimeError("something else")
+        return lambda function: function
 
     monkeypatch.setattr(_kernel.numba, "njit", broken)
     with pytest.raises(RuntimeError, match="something else"):
