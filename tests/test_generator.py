@@ -89,6 +89,10 @@ class Project:
         assert old in self.text(path)
         self.put(path, self.text(path).replace(old, new))
 
+    def replace_by_folder(self, path: str) -> None:
+        self.remove(path)
+        (self.root / path).mkdir()
+
     def remove(self, path: str) -> None:
         (self.root / path).unlink()
 
@@ -305,8 +309,9 @@ def test_writing_mends_all_but_a_golden_that_differs(damaged: Project, fresh: Pr
     assert not (damaged.root / NESTED).parent.exists()
 
 
-def test_goldens_are_renewed_on_request(damaged: Project, fresh: Project) -> None:
-    assert damaged.run("--update-goldens").status == 0
+@pytest.mark.parametrize("ci", ["", "0", "false"])
+def test_goldens_are_renewed_on_request(damaged: Project, fresh: Project, ci: str) -> None:
+    assert damaged.run("--update-goldens", CI=ci).status == 0
     assert damaged.files() == fresh.files()
 
 
@@ -314,6 +319,7 @@ def test_goldens_are_renewed_on_request(damaged: Project, fresh: Project) -> Non
     ("arguments", "environment", "says"),
     [
         (["--update-goldens"], {"CI": "true"}, "refused under CI"),
+        (["--update-goldens"], {"CI": "1"}, "refused under CI"),
         (["--update-goldens", "--check"], {}, "goes with neither --check nor --dry-run"),
         (["--update-goldens", "--dry-run"], {}, "goes with neither --check nor --dry-run"),
         (["--check", "--dry-run"], {}, "not allowed with argument"),
@@ -353,12 +359,36 @@ def test_a_file_that_is_right_is_not_touched(project: Project) -> None:
     assert [path for path in before if before[path] != after[path]] == [MODULE]
 
 
-@pytest.mark.parametrize("path", [f"{PACKAGE}/__pycache__/stray.pyc", "docs/guide.md"])
-def test_caches_and_other_folders_are_nobodys_orphans(project: Project, path: str) -> None:
+NOT_OURS = ["__pycache__/stray.pyc", ".registry.py.swp", "registry.py~", "../../docs/guide.md"]
+
+
+@pytest.mark.parametrize("path", [f"{PACKAGE}/{name}" for name in NOT_OURS])
+def test_caches_editors_files_and_other_folders_are_nobodys_orphans(
+    project: Project, path: str
+) -> None:
     project.put(path, "kept\n")
     assert project.run("--check").status == 0
     assert project.run() == Result(0, "", "")
     assert project.text(path) == "kept\n"
+
+
+def test_an_editors_lock_on_a_file_is_no_file(project: Project) -> None:
+    lock = project.root / PACKAGE / ".#registry.py"
+    lock.symlink_to("nobody@nowhere:1")
+    assert project.run("--check").status == 0
+    assert lock.is_symlink()
+
+
+def test_what_an_interrupted_run_left_behind_is_removed(project: Project) -> None:
+    project.put(f"{PACKAGE}/.registry.py.new", "half")
+    assert project.run().out == f"removed {PACKAGE}/.registry.py.new\n"
+
+
+def test_a_diff_is_shown_where_only_ascii_can_be(project: Project) -> None:
+    project.edit(MODULE, "engine → chunk", "engine ⇒ chunk")
+    result = project.run("--check", PYTHONIOENCODING="ascii")
+    assert result.status == 1
+    assert "\\u21d2" in result.out
 
 
 def test_the_readme_is_renewed_between_its_marks_alone(project: Project) -> None:
@@ -401,6 +431,7 @@ FAULTS: dict[str, Callable[[Project], None]] = {
         "specs/layouts/NL_X_NB_BS_HS.yaml", "[block, token, elem]", "[block, tokn, elem]"
     ),
     "README.md:": lambda project: project.edit(README, "<!-- end of layouts -->", ""),
+    f"{PACKAGE}/chunks.py:": lambda project: project.replace_by_folder(f"{PACKAGE}/chunks.py"),
 }
 
 
