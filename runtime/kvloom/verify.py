@@ -16,7 +16,7 @@ import torch
 
 if TYPE_CHECKING:
     from kvloom._abi import ModelFacts
-    from kvloom.layout import Layout
+    from kvloom.engine_layout import Layout
 
 BLOCK_SIZE = 16
 # What a wiped cache holds: a byte that random data rarely repeats in a whole row.
@@ -63,15 +63,21 @@ class RoundTrip:
 
 
 def sizes_for(model: ModelFacts, blocks: int, cache_bytes: int) -> Sizes:
-    """The model's geometry with as many of its layers as a cache of ``cache_bytes`` holds."""
+    """The model's geometry with as many of its layers as a cache of ``cache_bytes`` holds.
+
+    ValueError for less than one layer, or for fewer than two blocks: one leaves as a whole, of
+    another its tokens.
+    """
+    if blocks < 2:
+        raise ValueError(f"blocks: got {blocks}, takes at least 2")
     dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[model.dtype])
     planes = 2 if model.attention == "mha" else 1
-    row = planes * model.heads * model.head_size * dtype.itemsize
-    layers = min(model.layers, cache_bytes // (row * blocks * BLOCK_SIZE))
+    layer_bytes = planes * model.heads * model.head_size * dtype.itemsize * blocks * BLOCK_SIZE
+    layers = min(model.layers, cache_bytes // layer_bytes)
     if layers < 1:
         raise ValueError(
-            f"cache_bytes: {cache_bytes} is less than one layer of {model.name} with {blocks} "
-            f"blocks; takes at least {row * blocks * BLOCK_SIZE}"
+            f"cache_bytes: got {cache_bytes}, takes {layer_bytes} ({layer_bytes / 2**20:g} MiB) "
+            f"or more: one layer of {model.name} with {blocks} blocks"
         )
     return Sizes(layers, blocks, model.heads, model.head_size, dtype)
 
@@ -85,7 +91,7 @@ def round_trip(
     token, in random order, leaves by its slot. Verified are the chunks, the reloaded bytes, and
     that no other byte of the cache was touched.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed % 2**63)
     tensors = layout.empty(
         layers=sizes.layers,
         blocks=sizes.blocks,
@@ -106,6 +112,7 @@ def round_trip(
     by_block = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
 
     progress("offload")
+    before = [storage.clone() for storage in storages]
     block_chunk = cache.gather(blocks=blocks)
     slot_chunk = cache.gather(slots=slots)
     assert isinstance(block_chunk, torch.Tensor)
@@ -115,9 +122,10 @@ def round_trip(
     for name, chunk, moved in (("blocks", block_chunk, by_block), ("slots", slot_chunk, slots)):
         if not _same(chunk, reference_chunk(layout, tensors, moved)):
             faults.append(f"the chunk gathered by {name} differs from torch's own indexing")
+    if not all(map(torch.equal, storages, before)):
+        faults.append("offloading changed the cache")
 
     progress("wipe and reload")
-    before = [storage.clone() for storage in storages]
     for storage in storages:
         storage.fill_(WIPED)
     cache.scatter(block_chunk, blocks=blocks)
@@ -187,7 +195,7 @@ def reference_chunk(layout: Layout, tensors: object, slots: torch.Tensor) -> tor
     whole = torch.stack(rows)
     planes = 2 if "kv" in layout.facts.lists else 1
     counts = [2 if axis == "kv" else len(rows) // planes for axis in layout.facts.lists]
-    whole = whole.unflatten(0, counts) if counts else whole[0]
+    whole = whole.view(*counts, *whole.shape[1:]) if counts else whole[0]
     names = [*layout.facts.lists, *names]
     if "one" in names:
         whole = whole.squeeze(names.index("one"))
@@ -207,7 +215,7 @@ def _split_content(tensor: torch.Tensor, axes: Sequence[tuple[str, ...]]) -> tor
     """``tensor`` with a fused dimension of keys and values split in two."""
     for i, dimension in enumerate(axes):
         if dimension == ("kv", "elem"):
-            return tensor.unflatten(i, (2, -1))
+            return tensor.view(*tensor.shape[:i], 2, -1, *tensor.shape[i + 1 :])
     return tensor
 
 
