@@ -6,10 +6,8 @@ torch's indexing over the axes that a layout declares: kvloom does not judge wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +15,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvloom
-from kvloom.verify import flat
+from kvloom.verify import BLOCK_SIZE, flat, pages
 
 SAMPLE = Path(__file__).resolve().parent / "sample" / "minilm-l6.npz"
 MODELS = {"mha": "minilm-l6", "mla": "minilm-l6-latent"}
-BLOCK_SIZE = 16
-# What a cache holds for one token, in one order for every layout; what one lacks has extent 1.
-AXES = ("layer", "kv", "head", "one", "elem")
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,7 @@ def attention(held: torch.Tensor) -> torch.Tensor:
 
 
 def content(layout: kvloom.Layout) -> torch.Tensor:
-    """The sample as the layout holds it, [token, *AXES]: the same numbers in the same order.
+    """The sample as the layout holds it and ``pages`` takes it: the same numbers in the same order.
 
     Where a layout has no K/V axis, K and V are entries of their own (K0, V0, K1, …) and count as
     layers; where it has no heads either, they stand side by side as the latent row.
@@ -110,19 +105,3 @@ def read(layout: kvloom.Layout, tensors: object, slots: torch.Tensor) -> torch.T
     for page, part in pages(layout, tensors, held):
         part[:] = page[slots // BLOCK_SIZE, slots % BLOCK_SIZE]
     return held
-
-
-def pages(
-    layout: kvloom.Layout, tensors: object, held: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views: each tensor as [block, token, …] beside its part of ``held`` as [token, …]."""
-    dims = layout.facts.axes
-    extents = {"block": -1, "token": BLOCK_SIZE, **dict(zip(AXES, held.shape[1:], strict=True))}
-    names = [axis for dim in dims for axis in dim]
-    order = [names.index(axis) for axis in ("block", "token", *AXES) if axis in names]
-    places = product(*(range(extents[axis]) for axis in layout.lists))
-    for place, page in zip(places, flat(tensors), strict=True):
-        for number in reversed(range(len(dims))):
-            page = page.unflatten(number, [extents[axis] for axis in dims[number]])
-        at = {**dict.fromkeys(names, slice(None)), **dict(zip(layout.lists, place, strict=True))}
-        yield page.permute(order), held[(slice(None), *(at.get(axis, 0) for axis in AXES))]

@@ -16,7 +16,7 @@ from rich.table import Table
 
 import kvloom
 from attention import Survival, survival
-from kvloom.verify import RoundTrip, round_trip, sizes_for
+from kvloom.verify import Rate, RoundTrip, round_trip, sizes_for
 
 MODELS = {"mha": "llama-3-8b", "mla": "deepseek-v3"}
 # The cache, what it held before, what it must hold after and the chunks are in memory together:
@@ -96,37 +96,40 @@ def _table(layouts: list[kvloom.Layout], results: list[RoundTrip]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for layout, result in zip(layouts, results, strict=True):
-        rates = [f"{rate.operator / 1e9:.1f} {rate.ratio:.2f}×" for rate in result.rates.values()]
+        rates = [_rate(rate) for rate in result.rates.values()]
         verdict = "[red]✗[/]" if result.faults else "[green]✓[/]"
         engine = f"[dim]{layout.engines[0].name}[/]"
         table.add_row(f"{layout.name}\n{engine}", *rates, verdict)
     return table
 
 
+def _rate(rate: Rate) -> str:
+    """GB/s and ratio, in ten characters also where they are large: a wider table loses columns."""
+    speed, ratio = rate.operator / 1e9, rate.ratio
+    return f"{speed:.{1 if speed < 99 else 0}f} {ratio:.{2 if ratio < 9 else 0}f}×"
+
+
 def _verdict(
     console: Console, results: list[RoundTrip], survivals: list[Survival], seconds: float
 ) -> int:
-    faults = [f"{result.layout}: {fault}" for result in results for fault in result.faults]
+    faults = [(result.layout, fault) for result in results for fault in result.faults]
     faults += [
-        f"{one.layout}: attention over the reloaded cache of real keys and values differs by "
-        f"{one.difference:.1e}"
+        (one.layout, f"attention over real keys and values differs by {one.difference:.1e}")
         for one in survivals
         if not one.ok
     ]
-    if all(one.ok for one in survivals):
-        console.print(
-            "attention over the reloaded cache of real keys and values equals attention before, "
-            f"in all {len(survivals)} layouts"
-        )
-    for fault in faults:
-        console.print(f"[red]{fault}[/]")
+    for layout, fault in faults:
+        console.print(f"[red]{layout}: {fault}[/]")
     if faults:
-        console.print(f"FAIL: {len({f.split(':')[0] for f in faults})} layouts are wrong")
+        wrong = list(dict.fromkeys(layout for layout, _ in faults))
+        console.print(f"FAIL: {len(wrong)} of {len(results)} layouts: {', '.join(wrong)}")
         return 1
+    console.print("Attention over real keys and values is the same before and after, bit by bit.")
+    # Short enough for one line of 80 columns.
     moved = sum(result.nbytes for result in results) / 2**30
     console.print(
-        f"PASS: {len(results)} layouts, {moved:.1f} GiB offloaded and reloaded, every byte "
-        f"verified, nothing else touched, in {seconds:.0f} s"
+        f"PASS: {len(results)} layouts, {moved:.1f} GiB offloaded and reloaded, no byte wrong, in "
+        f"{seconds:.0f} s"
     )
     return 0
 

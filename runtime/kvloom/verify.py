@@ -7,12 +7,15 @@ change, are worked out with torch's own indexing over the axes that the layout d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
+
+from kvloom.geometry import shape_of
 
 if TYPE_CHECKING:
     from kvloom._abi import ModelFacts
@@ -22,6 +25,9 @@ BLOCK_SIZE = 16
 # What a wiped cache holds: a byte that random data rarely repeats in a whole row.
 WIPED = 0xA5
 REPEATS = 5
+
+# What a cache holds of one token, in one order for every layout.
+HELD = ("layer", "kv", "head", "one", "elem")
 
 # Called with what is being done, for progress bars.
 Progress = Callable[[str], None]
@@ -120,10 +126,14 @@ def round_trip(
     faults = []
     progress("verify chunks")
     for name, chunk, moved in (("blocks", block_chunk, by_block), ("slots", slot_chunk, slots)):
-        if not _same(chunk, reference_chunk(layout, tensors, moved)):
+        if not _same(chunk, _chunk_of(layout, _held(layout, sizes, tensors, moved))):
             faults.append(f"the chunk gathered by {name} differs from torch's own indexing")
     if not all(map(torch.equal, storages, before)):
         faults.append("offloading changed the cache")
+
+    moved = torch.cat([by_block, slots])
+    held = _held(layout, sizes, tensors, moved)
+    del before
 
     progress("wipe and reload")
     for storage in storages:
@@ -131,9 +141,8 @@ def round_trip(
     cache.scatter(block_chunk, blocks=blocks)
     cache.scatter(slot_chunk, slots=slots)
     progress("verify cache")
-    moved = torch.cat([by_block, slots])
-    for storage, old in zip(storages, before, strict=True):
-        faults += _reload_faults(layout, tensors, storage, old, moved)
+    faults += _reload_fault(layout, tensors, held, moved)
+    del held
     progress("measure")
     rates = {
         "gather blocks": _rate(lambda: cache.gather(blocks=blocks, out=block_chunk), block_chunk),
@@ -180,87 +189,74 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def reference_chunk(layout: Layout, tensors: object, slots: torch.Tensor) -> torch.Tensor:
-    """What a gather of ``slots`` into the layout's default chunk must give, by torch's indexing.
+def pages(
+    layout: Layout, tensors: object, held: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views by which torch's indexing moves tokens, from the axes that a layout declares alone.
 
-    Slow and simple: every tensor's dimensions are put in the chunk's order, then tokens are picked.
+    ``held`` is [token, layer, kv, head, one, elem], where an axis that the layout lacks has extent
+    1. Each tensor comes as [block, token, …], in blocks of ``BLOCK_SIZE``, beside its part of
+    ``held`` as [token, …].
     """
-    axes = layout.facts.axes
-    rows: list[torch.Tensor] = []
-    for tensor in flat(tensors):
-        split = _split_content(tensor, axes)
-        names = [name for dimension in axes for name in _named(dimension)]
-        rows.append(_pick(split, names, slots))
-    names = ["token", *(n for d in axes for n in _named(d) if n not in ("block", "token", "slot"))]
-    whole = torch.stack(rows)
-    planes = 2 if "kv" in layout.facts.lists else 1
-    counts = [2 if axis == "kv" else len(rows) // planes for axis in layout.facts.lists]
-    whole = whole.view(*counts, *whole.shape[1:]) if counts else whole[0]
-    names = [*layout.facts.lists, *names]
-    if "one" in names:
-        whole = whole.squeeze(names.index("one"))
-        names.remove("one")
-    order = [axis for dimension in layout.chunk.axes for axis in dimension]
-    kept = [axis for axis in order if axis in names]
-    whole = whole.permute([names.index(axis) for axis in kept])
-    row = sum(axis in kept for axis in layout.chunk.axes[-1])
-    return whole.flatten(len(kept) - row)
+    dims = layout.facts.axes
+    extents = {"block": -1, "token": BLOCK_SIZE, **dict(zip(HELD, held.shape[1:], strict=True))}
+    names = [axis for dim in dims for axis in dim]
+    order = [names.index(axis) for axis in ("block", "token", *HELD) if axis in names]
+    places = product(*(range(extents[axis]) for axis in layout.lists))
+    for place, page in zip(places, flat(tensors), strict=True):
+        for number in reversed(range(len(dims))):
+            page = page.unflatten(number, [extents[axis] for axis in dims[number]])
+        at: dict[str, int | slice] = dict.fromkeys(names, slice(None))
+        at.update(zip(layout.lists, place, strict=True))
+        part = (slice(None), *(at.get(axis, 0) for axis in HELD))
+        yield page.permute(order), held[part]
 
 
-def _named(dimension: tuple[str, ...]) -> tuple[str, ...]:
-    return ("slot",) if dimension == ("block", "token") else dimension
+def _held(layout: Layout, sizes: Sizes, tensors: object, slots: torch.Tensor) -> torch.Tensor:
+    """The tokens at ``slots``, as ``pages`` takes them."""
+    planes = 2 if "kv" in (*layout.lists, *layout.facts.memory) else 1
+    shape = (len(slots), sizes.layers, planes, sizes.heads, 1, sizes.head_size)
+    held = torch.empty(shape, dtype=sizes.dtype)
+    for page, part in pages(layout, tensors, held):
+        part[:] = page[slots // BLOCK_SIZE, slots % BLOCK_SIZE]
+    return held
 
 
-def _split_content(tensor: torch.Tensor, axes: Sequence[tuple[str, ...]]) -> torch.Tensor:
-    """``tensor`` with a fused dimension of keys and values split in two."""
-    for i, dimension in enumerate(axes):
-        if dimension == ("kv", "elem"):
-            return tensor.view(*tensor.shape[:i], 2, -1, *tensor.shape[i + 1 :])
-    return tensor
+def _chunk_of(layout: Layout, held: torch.Tensor) -> torch.Tensor:
+    """The chunk that holds these tokens, in the layout's own chunk layout."""
+    dims = layout.chunk.axes
+    names = ("token", *HELD)
+    order = [axis for dim in dims for axis in dim]
+    order += [axis for axis in names if axis not in order]  # of extent 1
+    sizes = dict(zip(names, held.shape, strict=True))
+    return held.permute([names.index(axis) for axis in order]).reshape(shape_of(dims, sizes))
 
 
-def _pick(tensor: torch.Tensor, names: list[str], slots: torch.Tensor) -> torch.Tensor:
-    """The tokens at ``slots``, first; the other dimensions follow in their order."""
-    if "slot" in names:
-        return tensor.movedim(names.index("slot"), 0)[slots]
-    block, token = names.index("block"), names.index("token")
-    moved = tensor.movedim((block, token), (0, 1))
-    return moved[slots // BLOCK_SIZE, slots % BLOCK_SIZE]
-
-
-def _reload_faults(
-    layout: Layout,
-    tensors: object,
-    storage: torch.Tensor,
-    old: torch.Tensor,
-    slots: torch.Tensor,
+def _reload_fault(
+    layout: Layout, tensors: object, held: torch.Tensor, slots: torch.Tensor
 ) -> Iterator[str]:
-    """Compare one allocation with what it must hold: old bytes at ``slots``, wiped bytes else."""
-    expected = torch.full_like(storage, WIPED)
-    names = [name for dimension in layout.facts.axes for name in _named(dimension)]
+    """Compare the reloaded cache with what it must hold: these tokens, and wiped bytes else."""
+    expected: dict[int, torch.Tensor] = {}
+    copies = []
     for tensor in flat(tensors):
-        if tensor.untyped_storage().data_ptr() != storage.data_ptr():
-            continue
-        views = [
-            _split_content(
-                torch.empty(0, dtype=tensor.dtype).set_(
-                    one.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-                ),
-                layout.facts.axes,
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in expected:
+            expected[storage.data_ptr()] = torch.full((storage.nbytes(),), WIPED, dtype=torch.uint8)
+        copies.append(
+            torch.empty(0, dtype=tensor.dtype).set_(
+                expected[storage.data_ptr()].untyped_storage(),
+                tensor.storage_offset(),
+                tensor.size(),
+                tensor.stride(),
             )
-            for one in (expected, old)
-        ]
-        if "slot" in names:
-            new, kept = (view.movedim(names.index("slot"), 0) for view in views)
-            new[slots] = kept[slots]
-        else:
-            where = (names.index("block"), names.index("token"))
-            new, kept = (view.movedim(where, (0, 1)) for view in views)
-            at = (slots // BLOCK_SIZE, slots % BLOCK_SIZE)
-            new[at] = kept[at]
-    if not torch.equal(storage, expected):
-        wrong = (storage != expected).nonzero().flatten()
-        yield f"{len(wrong)} bytes of the reloaded cache are wrong, first at offset {int(wrong[0])}"
+        )
+    for page, part in pages(layout, copies, held):
+        page[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = part
+    for found in _storages(tensors):
+        right = expected[found.data_ptr()]
+        if not torch.equal(found, right):
+            wrong = (found != right).nonzero().flatten()
+            yield f"{len(wrong)} bytes of the reloaded cache are wrong, first at {int(wrong[0])}"
 
 
 def _rate(operator: Callable[[], object], chunk: torch.Tensor) -> Rate:
