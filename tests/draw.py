@@ -68,8 +68,7 @@ class Case:
 
     ``engine`` is the memory of each layer's tensors, or of one buffer of which all tensors are
     views, side by side along its first dimension. ``chunk`` names a chunk layout or is None for the
-    layout's own, and ``held`` is the chunk's memory. Every buffer touches a page without access, at
-    its ``end`` or else at its start.
+    layout's own, and ``held`` is the chunk's memory.
     """
 
     geometry: oracle.Geometry
@@ -78,7 +77,6 @@ class Case:
     tokens: Tokens
     chunk: str | None
     held: Memory
-    end: bool
 
 
 @st.composite
@@ -97,7 +95,7 @@ def cases(
     chunk = draw(st.sampled_from([None, *chunks_that_fit(layout, geometry)]))
     shape = oracle.chunk_shape(layout.name, geometry, 1, chunk or layout.facts.chunk)
     held = draw(memories(len(shape)))
-    return Case(geometry, dtype, draw(engine), draw(tokens), chunk, held, draw(st.booleans()))
+    return Case(geometry, dtype, draw(engine), draw(tokens), chunk, held)
 
 
 @cache
@@ -151,10 +149,11 @@ def _engines(dims: int, layers: int) -> SearchStrategy[Memory | tuple[Memory, ..
 
 @cache
 def _indices(limit: int, distinct: bool) -> SearchStrategy[list[int]]:
-    """Slots or block ids below a limit: scattered, or all from one to another."""
+    """Slots or block ids below a limit: scattered, all from one to another, or simply all."""
     places = st.integers(0, limit - 1)
     in_order = st.tuples(places, places).map(lambda ends: list(range(min(ends), max(ends) + 1)))
-    return st.lists(places, min_size=1, max_size=8, unique=distinct) | in_order
+    scattered = st.lists(places, min_size=1, max_size=8, unique=distinct)
+    return scattered | in_order | st.just(list(range(limit)))
 
 
 @st.composite
