@@ -71,8 +71,7 @@ class Case:
 
     ``engine`` is the memory of each layer's tensors, or of one buffer of which all tensors are
     views, side by side along its first dimension. ``chunk`` names a chunk layout or is None for the
-    layout's own, and ``held`` is the chunk's memory. Every buffer touches a page without access, at
-    its ``end`` or else at its start. ``way`` is one of ``WAYS``.
+    layout's own, and ``held`` is the chunk's memory. ``way`` is one of ``WAYS``.
     """
 
     geometry: oracle.Geometry
@@ -81,7 +80,6 @@ class Case:
     tokens: Tokens
     chunk: str | None
     held: Memory
-    end: bool
     way: str
 
 
@@ -101,8 +99,8 @@ def cases(
     chunk = draw(st.sampled_from([None, *chunks_that_fit(layout, geometry)]))
     shape = oracle.chunk_shape(layout.name, geometry, 1, chunk or layout.facts.chunk)
     held = draw(memories(len(shape)))
-    ends, ways = st.booleans(), st.sampled_from(WAYS)
-    return Case(geometry, dtype, draw(engine), draw(tokens), chunk, held, draw(ends), draw(ways))
+    way = draw(st.sampled_from(WAYS))
+    return Case(geometry, dtype, draw(engine), draw(tokens), chunk, held, way)
 
 
 @cache
@@ -156,10 +154,11 @@ def _engines(dims: int, layers: int) -> SearchStrategy[Memory | tuple[Memory, ..
 
 @cache
 def _indices(limit: int, distinct: bool) -> SearchStrategy[list[int]]:
-    """Slots or block ids below a limit: scattered, or all from one to another."""
+    """Slots or block ids below a limit: scattered, all from one to another, or simply all."""
     places = st.integers(0, limit - 1)
     in_order = st.tuples(places, places).map(lambda ends: list(range(min(ends), max(ends) + 1)))
-    return st.lists(places, min_size=1, max_size=8, unique=distinct) | in_order
+    scattered = st.lists(places, min_size=1, max_size=8, unique=distinct)
+    return scattered | in_order | st.just(list(range(limit)))
 
 
 @st.composite

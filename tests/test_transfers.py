@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from itertools import product
 from math import prod
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,17 +35,20 @@ def for_every_layout(test: Callable[..., None]) -> Any:
 
 
 class Scene:
-    """What a case describes: a bound cache, its tensors, and the chunk and arguments of a call."""
+    """What a case describes: a bound cache, its tensors, and the chunk and arguments of a call.
 
-    def __init__(self, name: str, case: Case) -> None:
+    Every buffer touches a page without access, at its ``end`` or else at its start.
+    """
+
+    def __init__(self, name: str, case: Case, end: bool) -> None:
         layout, tokens, self.geometry = kvloom.layout(name), case.tokens, case.geometry
         self.name, self.chunk_layout = name, case.chunk or layout.facts.chunk
         self.slots = tokens.slots(self.geometry.block_size)
-        nested, self.tensors = engine(layout, case)
+        nested, self.tensors = engine(layout, case, end)
         shape = oracle.chunk_shape(name, self.geometry, tokens.count, self.chunk_layout)
-        self.chunk = lay(shape, case.held, case)
+        self.chunk = lay(shape, case.dtype, case.held, end)
         scribble([*self.tensors, self.chunk], seed=0)
-        index = guard.guarded_like(torch.tensor(tokens.index), case.end)
+        index = guard.guarded_like(torch.tensor(tokens.index), end)
         self.arguments: dict[str, Any] = {"skip_prefix": tokens.skip_prefix, "chunk": case.chunk}
         self.arguments[tokens.addressing] = index
         self.cache = layout.bind(
@@ -53,7 +57,7 @@ class Scene:
             backend="torch" if case.way == "torch" else "cpu",
         )
         self._way = case.way
-        self._guarded = [*self.tensors, self.chunk, index]
+        self._guarded, self._end = [*self.tensors, self.chunk, index], end
 
     def gather(self) -> None:
         with trapped(self._guarded), forced(self._way):
@@ -64,7 +68,14 @@ class Scene:
             self.cache.scatter(self.chunk, **self.arguments)
 
     def gather_slots_into_a_new_chunk(self) -> torch.Tensor:
-        with trapped(self._guarded), forced(self._way):
+        """By slots, whatever the call has; the chunk lies between guard pages too."""
+
+        def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
+            self._guarded.append(guard.guarded_tensor(shape, dtype, end=self._end))
+            return self._guarded[-1]
+
+        allocating = mock.patch.multiple(torch, empty=allocate, zeros=allocate)
+        with allocating, trapped(self._guarded), forced(self._way):
             chunk = self.cache.gather(slots=self.slots, chunk=self.arguments["chunk"])
         assert isinstance(chunk, torch.Tensor)
         return chunk
@@ -99,27 +110,32 @@ def forced(way: str) -> Iterator[None]:
         yield
 
 
-def engine(layout: kvloom.Layout, case: Case) -> tuple[Any, list[torch.Tensor]]:
+def scenes(name: str, case: Case) -> Iterator[Scene]:
+    """A case before a page without access, and behind one."""
+    return (Scene(name, case, end) for end in (True, False))
+
+
+def engine(layout: kvloom.Layout, case: Case, end: bool) -> tuple[Any, list[torch.Tensor]]:
     """An engine's tensors, nested as the layout takes them and in pointer order."""
     (shape,) = set(oracle.shapes(layout.name, case.geometry))
     counts = [{"layer": case.geometry.layers, "kv": 2}[level] for level in layout.lists]
     if isinstance(case.engine, Memory):
-        tensors = list(lay((prod(counts), *shape), case.engine, case).unbind())
+        tensors = list(lay((prod(counts), *shape), case.dtype, case.engine, end).unbind())
     else:
         places = product(*(range(count) for count in counts))
         layers = [dict(zip(layout.lists, place, strict=True)).get("layer", 0) for place in places]
-        tensors = [lay(shape, case.engine[layer], case) for layer in layers]
+        tensors = [lay(shape, case.dtype, case.engine[layer], end) for layer in layers]
     nested: list[Any] = tensors
     for count in reversed(counts):
         nested = [nested[first : first + count] for first in range(0, len(nested), count)]
     return nested[0], tensors
 
 
-def lay(shape: Sequence[int], memory: Memory, case: Case) -> torch.Tensor:
+def lay(shape: Sequence[int], dtype: torch.dtype, memory: Memory, end: bool) -> torch.Tensor:
     """A tensor between guard pages whose dimensions lie in memory as drawn."""
     strides = memory.strides(shape)
     reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    whole = guard.guarded_tensor((memory.offset + reach + 1,), case.dtype, end=case.end)
+    whole = guard.guarded_tensor((memory.offset + reach + 1,), dtype, end=end)
     return whole.as_strided(shape, strides, memory.offset)
 
 
@@ -133,37 +149,37 @@ def scribble(tensors: Sequence[torch.Tensor], seed: int) -> None:
 
 @for_every_layout
 def test_a_gather_fills_the_chunk_as_the_oracle_does(name: str, data: st.DataObject) -> None:
-    here = Scene(name, data.draw(cases(kvloom.layout(name))))
-    chunk, engine = here.expected_chunk(), oracle.copy_with_storage(here.tensors)
-    here.gather()
-    assert oracle.same_storages(here.chunk, chunk)
-    assert oracle.same_storages(here.tensors, engine)
+    for here in scenes(name, data.draw(cases(kvloom.layout(name)))):
+        chunk, engine = here.expected_chunk(), oracle.copy_with_storage(here.tensors)
+        here.gather()
+        assert oracle.same_storages(here.chunk, chunk)
+        assert oracle.same_storages(here.tensors, engine)
 
 
 @for_every_layout
 def test_a_scatter_changes_the_engine_as_the_oracle_does(name: str, data: st.DataObject) -> None:
-    here = Scene(name, data.draw(cases(kvloom.layout(name), distinct=True)))
-    chunk, engine = oracle.copy_with_storage(here.chunk), here.expected_engine()
-    here.scatter()
-    assert oracle.same_storages(here.tensors, engine)
-    assert oracle.same_storages(here.chunk, chunk)
+    for here in scenes(name, data.draw(cases(kvloom.layout(name), distinct=True))):
+        chunk, engine = oracle.copy_with_storage(here.chunk), here.expected_engine()
+        here.scatter()
+        assert oracle.same_storages(here.tensors, engine)
+        assert oracle.same_storages(here.chunk, chunk)
 
 
 @for_every_layout
 def test_a_scatter_restores_what_a_gather_took(name: str, data: st.DataObject) -> None:
-    here = Scene(name, data.draw(cases(kvloom.layout(name))))
-    engine = oracle.copy_with_storage(here.tensors)
-    here.gather()
-    here.scatter()
-    assert oracle.same_storages(here.tensors, engine)
-    scribble(here.tensors, seed=1)
-    here.scatter()
-    assert oracle.same_bytes(here.read(here.tensors), here.read(engine))
+    for here in scenes(name, data.draw(cases(kvloom.layout(name)))):
+        engine = oracle.copy_with_storage(here.tensors)
+        here.gather()
+        here.scatter()
+        assert oracle.same_storages(here.tensors, engine)
+        scribble(here.tensors, seed=1)
+        here.scatter()
+        assert oracle.same_bytes(here.read(here.tensors), here.read(engine))
 
 
 @for_every_layout
 def test_a_gather_of_blocks_is_one_of_their_slots(name: str, data: st.DataObject) -> None:
-    here = Scene(name, data.draw(cases(kvloom.layout(name), addressings=["blocks"])))
-    here.chunk.zero_()
-    here.gather()
-    assert oracle.same_bytes(here.chunk, here.gather_slots_into_a_new_chunk())
+    for here in scenes(name, data.draw(cases(kvloom.layout(name), addressings=["blocks"]))):
+        here.chunk.zero_()
+        here.gather()
+        assert oracle.same_bytes(here.chunk, here.gather_slots_into_a_new_chunk())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -37,23 +37,25 @@ class _Action(ctypes.Structure):
 
 
 @contextmanager
-def trapped(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """AssertionError where a guard page of these tensors, made by ``guarded``, was touched."""
+def trapped(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """AssertionError where a guard page of these tensors, made by ``guarded``, was touched.
+
+    Tensors that are made inside may be added to them there.
+    """
     __tracebackhide__ = True  # pytest shows what was touched, not how that is known
-    buffers = [(one.data_ptr(), one.nbytes()) for one in map(torch.Tensor.untyped_storage, tensors)]
-    guards = {page: buffer for buffer in buffers for page in _guard_pages(*buffer)}
-    touched: list[int] = []
+    touched: list[tuple[int, torch.Tensor]] = []
     before = _Action()
 
     def handle(_: int, info: int, __: int) -> None:
         address = ctypes.c_size_t.from_address(info + _ADDRESS).value
         page = address // PAGE * PAGE
-        if page in guards:
-            touched.append(address)
-            _libc.mprotect(page, PAGE, _PROT_READ_WRITE)
-        else:
-            # Back to what handled faults before; the same instruction now faults once more.
-            _libc.sigaction(signal.SIGSEGV, ctypes.byref(before), None)
+        for tensor in tensors:
+            if page in _guard_pages(tensor):
+                touched.append((address, tensor))
+                _libc.mprotect(page, PAGE, _PROT_READ_WRITE)
+                return
+        # Back to what handled faults before; the same instruction now faults once more.
+        _libc.sigaction(signal.SIGSEGV, ctypes.byref(before), None)
 
     handler = _Handler(handle)
     action = _Action(ctypes.cast(handler, ctypes.c_void_p).value, flags=_SA_SIGINFO)
@@ -63,13 +65,19 @@ def trapped(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         _libc.sigaction(signal.SIGSEGV, ctypes.byref(before), None)
     if touched:
-        start, nbytes = guards[touched[0] // PAGE * PAGE]
-        distance = touched[0] - start
-        where = f"{-distance} before" if distance < 0 else f"{distance - nbytes + 1} after"
-        raise AssertionError(f"touched a byte {where} a buffer of {nbytes} bytes")
+        address, tensor = touched[0]
+        first, end = _range(tensor)
+        where = f"{first - address} before" if address < first else f"{address - end + 1} after"
+        raise AssertionError(f"touched a byte {where} a buffer of {end - first} bytes")
 
 
-def _guard_pages(start: int, nbytes: int) -> tuple[int, int]:
-    """The pages without access around a buffer that ``guarded`` made."""
-    last = start + nbytes - 1
-    return (start // PAGE - 1) * PAGE, (last // PAGE + 1) * PAGE
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of a tensor's storage and of the first behind it."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _guard_pages(tensor: torch.Tensor) -> tuple[int, int]:
+    """The pages without access before and behind a tensor that ``guarded`` made."""
+    first, end = _range(tensor)
+    return (first // PAGE - 1) * PAGE, -(-end // PAGE) * PAGE
