@@ -9,18 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Literal, TypeAlias
 
+from machine import facts
 from rich.console import Console
 from rich.progress import track
 
@@ -224,26 +223,12 @@ def keep(path: Path, figures: Iterable[Figure], repeats: int, load: list[float])
         "command": "python benchmarks/startup.py",
         "repeats": repeats,
         "unit": "ms",
-        "machine": machine(),
+        "machine": facts(),
         "load before and after": [round(one, 1) for one in load],
         "figures": [asdict(one) for one in figures],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(text, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def machine() -> dict[str, str | int]:
-    """What times depend on, and nothing that names the machine."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "numba", "numpy")},
-    }
 
 
 if __name__ == "__main__":

@@ -109,6 +109,10 @@ def _rate(rate: Rate) -> str:
     return f"{speed:.{1 if speed < 99 else 0}f} {ratio:.{2 if ratio < 9 else 0}f}×"
 
 
+def _layouts(count: int) -> str:
+    return f"{count} layout{'s' if count != 1 else ''}"
+
+
 def _verdict(
     console: Console, results: list[RoundTrip], survivals: list[Survival], seconds: float
 ) -> int:
@@ -122,14 +126,15 @@ def _verdict(
         console.print(f"[red]{layout}: {fault}[/]")
     if faults:
         wrong = list(dict.fromkeys(layout for layout, _ in faults))
-        console.print(f"FAIL: {len(wrong)} of {len(results)} layouts: {', '.join(wrong)}")
+        count = f"{len(wrong)} of {_layouts(len(results))}"
+        console.print(f"FAIL: {count}: {', '.join(wrong)}")
         return 1
     console.print("Attention over real keys and values is the same before and after, bit by bit.")
     # Short enough for one line of 80 columns.
     moved = sum(result.nbytes for result in results) / 2**30
     console.print(
-        f"PASS: {len(results)} layouts, {moved:.1f} GiB offloaded and reloaded, no byte wrong, in "
-        f"{seconds:.0f} s"
+        f"PASS: {_layouts(len(results))}, {moved:.2f} GiB offloaded and reloaded, no byte wrong, "
+        f"in {seconds:.0f} s"
     )
     return 0
 

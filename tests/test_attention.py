@@ -88,7 +88,7 @@ def test_the_demo_fails_where_attention_differs(
     small = ["--cache-mib", "1", "--blocks", "2"]
     assert demo.main(["--layout", one.name, *small]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "same before and after, bit by bit. PASS: 1 layouts" in said
+    assert "same before and after, bit by bit. PASS: 1 layout," in said
     assert demo.main(["--layout", one.name, "--layout", other.name, *small]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert f"{other.name}: attention over real keys and values differs by 2.5e-01" in said

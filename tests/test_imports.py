@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "kvloom_generated": {"kvloom", "numba", "numpy"},
     "kvloom": {"kvloom_generated", "numba", "llvmlite", "numpy", "torch", "cuda"},
 }
-LEAVES = ("kvloom._abi", "kvloom._kernel")
+LEAVES = ("kvloom._abi", "kvloom._forks", "kvloom._kernel")
 GENERATOR_ONLY = ("kvloom_codegen", "jinja2", "pydantic", "pydantic_core", "yaml")
 
 

@@ -91,7 +91,7 @@ def test_only_whole_cache_lines_are_worth_streaming(run: int, streamed: bool) ->
 def test_a_selection_says_from_which_size_on_it_shares_and_streams(
     op: Any, monkeypatch: pytest.MonkeyPatch, three_threads: None
 ) -> None:
-    monkeypatch.setattr(moves, "last_level_cache", lambda: 8192)
+    monkeypatch.setattr(moves, "last_level_cache", lambda: 8 * 4096)
     monkeypatch.setattr(moves, "SHARED_FROM", 3000)
     shared: list[int] = []
     monkeypatch.setattr(moves, "share", lambda _, parts, __: shared.append(len(parts)))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 import oracle
-from declared import CHUNKS, LAYOUTS
+from declared import CHUNKS, KNOWN, LAYOUTS
 from golden import GOLDENS
 from kvloom_codegen.ir import ADDRESSINGS, Component, LayoutIR
 from kvloom_codegen.lower import lower, moves
@@ -27,12 +27,12 @@ GEOMETRIES = (
 )
 PAIRS = [
     (name, chunk.chunk)
-    for name, spec in LAYOUTS.items()
+    for name in KNOWN
     for chunk in CHUNKS.values()
-    if compatible(spec, chunk)
+    if compatible(LAYOUTS[name], chunk)
 ]
 
-with_every_layout = pytest.mark.parametrize("name", LAYOUTS)
+with_every_layout = pytest.mark.parametrize("name", KNOWN)
 
 
 class Move(NamedTuple):
@@ -104,7 +104,7 @@ def by_components(components: Iterable[Component], values: dict[str, int]) -> It
 
 
 def test_the_oracle_knows_every_layout() -> None:
-    lacking = [name for name in LAYOUTS if not oracle.knows(name)]
+    lacking = [name for name in LAYOUTS if name not in KNOWN]
     assert lacking == [], "not in the name grammar: each needs an entry in HAND_WRITTEN, oracle.py"
 
 
@@ -117,7 +117,8 @@ def test_a_name_says_what_its_spec_says(name: str) -> None:
     spec, ir = LAYOUTS[name], lower(LAYOUTS[name], CHUNKS[LAYOUTS[name].chunk])
     axes = {dim.axis for one in ir.components for dim in one.dims}
     parts = {one.name.partition(" ")[0] for one in ir.components}
-    assert oracle.default_chunk(name) == spec.chunk
+    if spec.id is not None:  # others may be moved by any chunk layout that fits
+        assert oracle.default_chunk(name) == spec.chunk
     assert oracle.has_kv(name) == ("kv" in axes or {"key", "value"} <= parts)
     assert oracle.has_heads(name) == ("head" in axes)
 

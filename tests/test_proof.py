@@ -39,7 +39,7 @@ from kvloom_codegen.prove import (
     subjects,
 )
 from kvloom_codegen.sources import specs_dir
-from kvloom_codegen.spec import AtBind, ChunkSpec, LayoutSpec
+from kvloom_codegen.spec import AtBind, ChunkSpec, Fuse, LayoutSpec
 from kvloom_codegen.table import ProofError
 
 PAD = symbol("PAD")
@@ -512,6 +512,15 @@ def test_rows_that_are_not_contiguous_are_proved_but_have_no_kernels() -> None:
     prove_layout(spec, CHUNKS.values())
     assert "elem is not innermost" in unsupported(spec, lower(spec, CHUNKS[spec.chunk]))
     assert not emitted(spec, CHUNKS.values())
+
+
+@pytest.mark.parametrize("fused", [("token", "block"), ("block", "kv", "token"), ("token", "head")])
+def test_dimensions_that_hide_two_sizes_are_proved_but_have_no_kernels(fused: Any) -> None:
+    rest = [axis for axis in ("block", "kv", "token", "head") if axis not in fused]
+    memory = (*rest, Fuse(fuse=fused), "elem")
+    spec = LAYOUTS["NL_X_TWO_NB_BS_NH_HS"].model_copy(update={"memory": memory})
+    prove_layout(spec, CHUNKS.values())
+    assert "can't be read from the dimension" in unsupported(spec, lower(spec, CHUNKS[spec.chunk]))
 
 
 def test_the_emitted_kernels_are_proved_against_every_chunk_layout_that_fits(

@@ -22,10 +22,11 @@ import torch
 
 import kvloom
 import oracle
+from declared import KNOWN
 from kvloom import registry
 from kvloom.select import ADDRESSINGS, BACKENDS, OPS, Addressing, Op
 
-LAYOUTS = [layout for layout in kvloom.layouts() if not layout.unsupported]
+LAYOUTS = [one for one in kvloom.layouts() if not one.unsupported and one.name in KNOWN]
 LAYERS, BLOCKS, BLOCK_SIZE, HEAD_SIZE = 3, 8, 4, 5
 
 NHD, HND, MLA = "NL_X_TWO_NB_BS_NH_HS", "NL_X_TWO_NB_NH_BS_HS", "NL_X_NB_BS_HS"
@@ -58,6 +59,7 @@ class Bound(NamedTuple):
     geometry: oracle.Geometry
 
     def expected_chunk(self, slots: Sequence[int], **options: Any) -> torch.Tensor:
+        options = {"chunk": self.layout.facts.chunk, **options}
         return oracle.expected_chunk(
             self.layout.name, self.tensors, slots, self.geometry, **options
         )
@@ -65,6 +67,7 @@ class Bound(NamedTuple):
     def expected_engine(
         self, chunk: torch.Tensor, slots: Sequence[int], **options: Any
     ) -> list[torch.Tensor]:
+        options = {"chunk": self.layout.facts.chunk, **options}
         return oracle.expected_after_scatter(
             self.layout.name, self.tensors, chunk, slots, self.geometry, **options
         )

@@ -55,9 +55,11 @@ def unsupported(spec: LayoutSpec, ir: LayoutIR) -> str:
         names = ", ".join(component.name or "region" for component in ir.components)
         return f"its memory has parts of different order ({names}), which no kernel moves"
     for item in spec.memory:
-        hidden = set(item.fuse) - {"kv", "one"} if isinstance(item, Fuse) else set()
-        if len(hidden) > 1 and hidden != {"block", "token"}:
-            names = " and ".join(sorted(hidden))
+        fused = item.fuse if isinstance(item, Fuse) else ()
+        hidden = [axis for axis in fused if axis not in ("kv", "one")]
+        # Slots are the one exception: they are counted through blocks.
+        if len(hidden) > 1 and fused != ("block", "token"):
+            names = " and ".join(hidden)
             return f"the sizes of {names} can't be read from the dimension that fuses them"
     if ir.components[0].dims[-1].axis != "elem":
         return "its rows are not contiguous (elem is not innermost), and kernels copy whole rows"

@@ -152,11 +152,6 @@ def read_axes(tensor: TensorFacts, facts: LayoutFacts, block_size: int | None) -
     for number, (dim, size) in enumerate(zip(facts.axes, tensor.shape, strict=True)):
         sizes = {axis: known[axis] for axis in dim if axis in known}
         unknown = [axis for axis in dim if axis not in known]
-        if len(unknown) > 1:
-            raise NotImplementedError(
-                f"{facts.name}: a tensor does not show the sizes of {' and '.join(unknown)} in its "
-                f"dimension {number}"
-            )
         for axis in unknown:
             sizes[axis] = size // prod(sizes.values())
         if size < 1 or prod(sizes.values()) != size:
@@ -177,7 +172,7 @@ def read_axes(tensor: TensorFacts, facts: LayoutFacts, block_size: int | None) -
 
 def flat_slots(facts: LayoutFacts) -> bool:
     """Whether its tensors have one dimension for blocks and tokens, which hides the block size."""
-    return any({"block", "token"} <= set(dim) for dim in facts.axes)
+    return any(dim == ("block", "token") for dim in facts.axes)
 
 
 def read_groups(

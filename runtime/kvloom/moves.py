@@ -11,8 +11,8 @@ from kvloom.processors import last_level_cache, threads
 if TYPE_CHECKING:
     from kvloom._abi import Int64Array, Kernel
 
-# Below this many bytes a call is done before another thread has woken up.
-SHARED_FROM = 1 << 20
+# Below this many bytes other threads fetch from each other's caches what one has in its own.
+SHARED_FROM = 4 << 20
 LINE = 64  # bytes of a cache line
 # Several parts to a thread: one that starts late then does fewer of them.
 PARTS_PER_THREAD = 4
@@ -39,11 +39,12 @@ class _Part(NamedTuple):
 def streamed_from(run: int) -> int | None:
     """Bytes from which copies of ``run`` bytes are better stored past the caches; None for never.
 
-    As many would only flush the last-level cache. Copies must be whole cache lines but for little:
-    a line that is streamed in part is slower than one that is not.
+    An eighth of the last-level cache is what one of several processors may count on; more would
+    only flush what others keep there. Copies must be whole cache lines but for little: a line that
+    is streamed in part is slower than one that is not.
     """
     whole = run % LINE == 0 and run >= 3 * LINE
-    return last_level_cache() // 2 if whole or run >= 10 * LINE else None
+    return last_level_cache() // 8 if whole or run >= 10 * LINE else None
 
 
 def shared_from() -> int | None:
