@@ -40,12 +40,13 @@ def test_a_byte_inside_does_not_fail() -> None:
             store(tensor.data_ptr() + 99)
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["ordinary", "streaming"])
 @pytest.mark.parametrize("nbytes", [1, 3, 70, 300])
-def test_a_kernel_that_copies_a_byte_too_many_ends_and_fails(nbytes: int) -> None:
+def test_a_kernel_that_copies_a_byte_too_many_ends_and_fails(nbytes: int, streaming: bool) -> None:
     source, target = guarded(nbytes), guarded(nbytes)
-    copy(target.data_ptr(), source.data_ptr(), nbytes)
+    copy(target.data_ptr(), source.data_ptr(), nbytes, streaming)
     with pytest.raises(AssertionError, match="1 after"), trapped([source, target]):
-        copy(target.data_ptr(), source.data_ptr(), nbytes + 1)
+        copy(target.data_ptr(), source.data_ptr(), nbytes + 1, streaming)
 
 
 def test_any_other_fault_still_kills() -> None:
