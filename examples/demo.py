@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
             for layout in layouts
         }
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         parser.error(str(error.args[0]))
     start = time.perf_counter()
     results: list[RoundTrip] = []

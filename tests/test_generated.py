@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 import kvloom_generated
 import oracle
-from declared import KNOWN, LAYOUTS
+from declared import CHUNKS, KNOWN, LAYOUTS
 from kvloom._abi import Kernels, LayoutFacts
-from kvloom_codegen.spec import AtBind
+from kvloom_codegen.render import layout_module
+from kvloom_codegen.spec import AtBind, FieldSpec
 from kvloom_generated.registry import MODULES
 from oracle import Cell, Geometry
 
@@ -217,6 +218,33 @@ def test_kernels_close_over_the_digest_of_their_helpers(module: str) -> None:
         for kernel in plain_kernels(module, None, streaming).values():
             found = inspect.getclosurevars(kernel).nonlocals
             assert found == {"helpers": "the helpers' digest", "streaming": streaming}
+
+
+PLAIN = LAYOUTS["NL_X_TWO_X_NB_BS_NH_HS"]
+SPLIT = {"split": {"x": "16/itemsize"}, "memory": ("block", "head", "elem/x", "token", "elem%x")}
+FIELDS = {
+    "lists": ("layer", "kv", "field"),
+    "fields": {name: FieldSpec(dtype="fp8", width=8) for name in "ab"},
+    "memory": ("block", "token", "elem"),
+    "chunk": "two_plane_record",
+}
+
+
+@pytest.mark.parametrize("changes", [SPLIT, FIELDS], ids=["split", "fields"])
+def test_a_layout_that_no_kernel_moves_is_written_without_any(changes: dict[str, Any]) -> None:
+    spec = PLAIN.model_copy(update=changes)
+    module = layout_module(spec, CHUNKS[spec.chunk])
+    assert "kernels(" not in module
+    assert "views(tensors" not in module
+
+
+def test_a_module_imports_what_it_uses() -> None:
+    """Where a tensor is only known inside the loop over tokens, nothing is prefetched."""
+    memory = ("block", "head", "token", "elem")
+    spec = PLAIN.model_copy(update={"memory": memory, "chunk": "packed"})
+    module = layout_module(spec, CHUNKS[spec.chunk])
+    assert "from kvloom._kernel import copy, finish, kernel\n" in module
+    assert "prefetch(" not in module
 
 
 # --- what kernels do ------------------------------------------------------------------------------

@@ -113,6 +113,29 @@ def test_an_error_that_is_not_about_the_cache_is_no_reason_to_go_without(
         kernel(lambda: None)
 
 
+FULL_DISK = """
+import resource, signal, warnings
+import torch, kvloom
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+tensors = [torch.zeros(8, 16, 4, dtype=torch.int16)]
+cache = kvloom.layout("NL_X_NB_BS_HS").bind(tensors)
+chunk = torch.ones(1, 20, 4, dtype=torch.int16)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    cache.scatter(chunk, blocks=[2, 3])
+    print(int(tensors[0].sum()), *(one.message for one in caught))
+"""
+
+
+def test_a_full_disk_costs_one_warning_and_no_byte(tmp_path: Path) -> None:
+    moved, _, warning = run(FULL_DISK, NUMBA_CACHE_DIR=str(tmp_path)).strip().partition(" ")
+    assert moved == "80"
+    assert warning.startswith("kvloom: numba can't keep compiled kernels on disk")
+    assert warning.count("kvloom:") == 1
+
+
 AARCH64 = """
 import re
 import numba

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -113,25 +113,68 @@ def test_the_first_error_is_raised_once_nothing_runs_any_more() -> None:
     share(peak.append, range(3), 2)
 
 
-def test_an_interrupted_caller_still_waits_for_what_has_begun() -> None:
+@pytest.mark.parametrize("place", ["put", "run", "take", "wait"])
+def test_an_interruption_anywhere_waits_for_what_has_begun(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever interrupts a transfer may free its buffers: no thread may write to them then."""
-    main, finished = threading.main_thread().ident, []
-    assert main == threading.get_ident()
+    begun, finished, main = threading.Event(), [], threading.get_ident()
 
     def work(_: int) -> None:
         if threading.get_ident() == main:
-            while not begun.is_set():
-                time.sleep(0.001)
+            time.sleep(0.01)
         else:
             begun.set()
-            signal.pthread_kill(main, signal.SIGINT)
-            time.sleep(0.2)
+            time.sleep(0.1)
             finished.append(True)
 
-    begun = threading.Event()
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    class Parts(deque[int]):
+        def popleft(self) -> int:
+            if threading.get_ident() == main and begun.is_set():
+                interrupt()
+            return super().popleft()
+
+    real = pool._jobs.put
+
+    def put(job: object) -> None:
+        real(job)
+        assert begun.wait(30)
+        interrupt()
+
+    run = pool._Job.run
+
+    def run_or_interrupt(job: pool._Job[int]) -> None:
+        if threading.get_ident() == main:
+            assert begun.wait(30)
+            interrupt()
+        run(job)
+
+    share(lambda _: None, range(3), 1)
+    if place == "put":
+        monkeypatch.setattr(pool, "_jobs", SimpleNamespace(put=put))
+    elif place == "run":
+        monkeypatch.setattr(pool._Job, "run", run_or_interrupt)
+    elif place == "take":
+        monkeypatch.setattr(pool, "deque", Parts)
+    else:
+        monkeypatch.setattr(pool, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        share(work, range(2), 1)
+        share(work, range(100), 1)
     assert finished
+
+
+def test_without_more_threads_a_caller_goes_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pool, "Thread", refuse)
+    monkeypatch.setattr(pool, "_started", 0)
+    done: list[int] = []
+    share(done.append, range(10), 3)
+    assert done == list(range(10))
 
 
 def shares_right() -> bool:

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kvloom_codegen.drawing import draw, shape
 from kvloom_codegen.expr import ZERO, Expr, symbol
-from kvloom_codegen.ir import ADDRESSINGS, Component, LayoutIR
+from kvloom_codegen.ir import ADDRESSINGS, Component, Kernel, LayoutIR
 from kvloom_codegen.lower import lower, moves
 from kvloom_codegen.nest import columns, kernels, unsupported
 from kvloom_codegen.printers import python, torch
@@ -69,8 +69,15 @@ def layout_module(spec: LayoutSpec, chunk: ChunkSpec) -> str:
         facts=_facts(spec, names, reason),
         columns=[ColumnText(python.constant(name), i) for i, name in enumerate(names)],
         kernels=[python.kernel(one) for one in found],
-        views=torch.views(_tensor_axes(spec)[0], spec.lists),
+        helpers=", ".join(_helpers(found)),
+        views=torch.views(_tensor_axes(spec)[0], spec.lists) if found else None,
     )
+
+
+def _helpers(found: tuple[Kernel, ...]) -> list[str]:
+    """What the kernels use of the runtime's helpers."""
+    prefetch = ["AHEAD", "prefetch"] if any(one.ahead is not None for one in found) else []
+    return sorted([*prefetch, "copy", "finish", "kernel"])
 
 
 def _title(spec: LayoutSpec) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numba
 from llvmlite import ir
+from llvmlite.binding import ffi
 from numba import types
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
@@ -28,15 +29,32 @@ if TYPE_CHECKING:
 # code.
 HELPERS = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
-# A child that is forked while another thread compiles would wait for its lock for ever.
+# A child that is forked while another thread compiles, or frees what it compiled, would wait for
+# numba's lock or for LLVM's for ever.
+_compile_lock: Any = global_compiler_lock
+_llvm_lock: Any = ffi.lib._lock
+
+
+def _hold_locks() -> None:
+    _compile_lock.acquire()
+    _llvm_lock.__enter__()
+
+
+def _release_locks() -> None:
+    _llvm_lock.__exit__(None, None, None)
+    _compile_lock.release()
+
+
 os.register_at_fork(
-    before=global_compiler_lock.acquire,
-    after_in_parent=global_compiler_lock.release,
-    after_in_child=global_compiler_lock.release,
+    before=_hold_locks, after_in_parent=_release_locks, after_in_child=_release_locks
 )
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _warned = False
+
+# What kernels are called with, in the order of kvloom._abi.Kernel.
+_INT, _ROW, _TABLE = types.int64, types.int64[::1], types.int64[:, ::1]
+_SIGNATURE = (_ROW, _INT, _ROW, _TABLE, _INT, _INT, _INT, _INT)
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 
@@ -51,21 +69,39 @@ def kernel(function: Callable[..., None]) -> Kernel:
     Where numba finds no writable cache folder (a read-only installation without a home), the
     kernel is compiled anew in each process, and the first such kernel warns once.
     """
-    global _warned
     try:
         return cast("Kernel", numba.njit(cache=True, **_OPTIONS)(function))
     except RuntimeError as error:
         if "cannot cache" not in str(error):
             raise
-        if not _warned:
-            _warned = True
-            warnings.warn(
-                "kvloom: numba finds no writable cache folder, so kernels are compiled in each "
-                "process (about half a second); set NUMBA_CACHE_DIR to a writable folder",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        _warn(
+            "kvloom: numba finds no writable cache folder, so kernels are compiled in each "
+            "process (about half a second); set NUMBA_CACHE_DIR to a writable folder"
+        )
         return cast("Kernel", numba.njit(**_OPTIONS)(function))
+
+
+def compile_now(kernel: Any) -> None:
+    """Have the machine code of a kernel before anything moves: nothing can fail after that.
+
+    Where it can't be kept on disk (a full one), it is used all the same, with one warning.
+    """
+    if kernel.signatures:
+        return
+    try:
+        kernel.compile(_SIGNATURE)
+    except OSError as error:
+        if not kernel.signatures:
+            raise
+        _warn(f"kvloom: numba can't keep compiled kernels on disk ({error.strerror})")
+
+
+def _warn(message: str) -> None:
+    """One warning in a process is enough."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def _move(nbytes: int, *, streaming: bool = False) -> Any:

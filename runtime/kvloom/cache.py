@@ -156,8 +156,8 @@ class Cache:
     ) -> None:
         """Copy the tokens of ``source``, a chunk, into the engine, and touch nothing else there.
 
-        Arguments and errors are those of ``gather``. Of several tokens with the same slot, any may
-        win.
+        Arguments and errors are those of ``gather``. A slot that several
+        tokens have holds bytes of any of them afterwards, in a large call also mixed.
         """
         request = self._request(slots, blocks, chunk, skip_prefix)
         self._transfer("scatter", request, "source", self._one_each("source", source), chunk)
@@ -286,26 +286,22 @@ class Cache:
             self._index(op, request, chunks, plans)
             return
         nbytes = self._token_bytes * request.tokens * (count - skip) // count
-        enough = streamed_from(min(one.run for one in plans))
-        streaming = enough is not None and nbytes >= enough
-        kernels = self._kernels.get(streaming) or self._load_kernels(streaming)
         moves: list[Move] = []
         for number, (tensor, one) in enumerate(zip(chunks, plans, strict=True)):
             pointers, address = self.groups[number].pointers, tensor.data_ptr()
             block_size = self.groups[number].block_size or 1
             whole = count if addressing == "slots" else one.tokens // block_size
             if skip < whole:
-                kernel = kernels[op, addressing]
+                kernel = self._kernel(op, addressing, nbytes, one.run)
                 moves.append(Move(kernel, pointers, address, index, one.geometry, skip, whole))
             if whole < count:
                 # The chunk ends inside the last block: its tokens there move by slots.
                 done = whole * block_size
                 left = index[whole] * block_size + np.arange(one.tokens - done)
-                by_slots = self._plan(op, "slots", what, number, tensor, chunk).geometry
+                by_slots = self._plan(op, "slots", what, number, tensor, chunk)
+                kernel = self._kernel(op, "slots", nbytes, by_slots.run)
                 address += done * one.token_stride
-                moves.append(
-                    Move(kernels[op, "slots"], pointers, address, left, by_slots, 0, len(left))
-                )
+                moves.append(Move(kernel, pointers, address, left, by_slots.geometry, 0, len(left)))
         carry_out(moves, nbytes)
 
     def _index(
@@ -323,6 +319,15 @@ class Cache:
             tensors = [self._tensors[number] for number in group.tensors]
             views = registry.views(self.layout)
             move(op, views, tensors, tensor, one.chunk_axes, slots, skipped)
+
+    def _kernel(self, op: Op, addressing: Addressing, nbytes: int, run: int) -> Kernel:
+        """What copies ``run`` bytes at a time in a call of ``nbytes``, ready to run."""
+        enough = streamed_from(run)
+        streaming = enough is not None and nbytes >= enough
+        kernels = self._kernels.get(streaming) or self._load_kernels(streaming)
+        kernel = kernels[op, addressing]
+        registry.compile_kernel(kernel)
+        return kernel
 
     def _load_kernels(self, streaming: bool) -> dict[tuple[Op, Addressing], Kernel]:
         made = registry.kernels(self.layout, streaming)

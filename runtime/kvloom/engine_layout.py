@@ -117,7 +117,7 @@ class Layout:
 
         extents = self._extents(layers, blocks, block_size, heads, head_size)
         shape = shape_of(self.facts.axes, extents)
-        kind = _dtype(dtype)
+        kind = torch_dtype(dtype)
         counts = [extents[axis] for axis in self.facts.lists]
         if self.facts.views:
             return _nest(counts, _views(self.facts, extents, kind, device))
@@ -181,7 +181,7 @@ class Layout:
         return f"<Layout {self.name}{number}: {layout_text(self.facts)}, held by {held}>"
 
 
-def _dtype(given: torch.dtype | str) -> torch.dtype:
+def torch_dtype(given: torch.dtype | str) -> torch.dtype:
     """torch's dtype, given as such or by the word that specs have for it."""
     import torch
 

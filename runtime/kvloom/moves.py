@@ -80,7 +80,10 @@ def _carry_out(part: _Part) -> None:
 
 
 def _parts(move: Move, count: int) -> Iterator[_Part]:
-    """``move`` in about ``count`` equal parts: by layer, and where these are too few by token."""
+    """``move`` in about ``count`` equal parts: by layer, and where these are too few by token.
+
+    Planes need no cut of their own: each part does both for its tokens.
+    """
     layers, positions = range(len(move.geometry)), range(move.first, move.last)
     each = -(-count // len(layers))
     for some in _split(layers, count):

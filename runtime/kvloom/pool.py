@@ -11,7 +11,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, get_ident
+from time import sleep
 from typing import Any, Generic, TypeVar
 
 Part = TypeVar("Part")
@@ -29,12 +30,14 @@ def share(work: Callable[[Part], None], parts: Iterable[Part], helpers: int) -> 
     interruption must not leave threads that write to buffers which their owner thinks are free.
     """
     job = _Job(work, deque(parts))
-    if helpers > 0:
-        _start(helpers)
-        for _ in range(helpers):
+    try:
+        for _ in range(_start(helpers)):
             _jobs.put(job)
-    job.run()
-    job.wait()
+        job.run()
+    except BaseException as error:
+        job.fail(error)
+    finally:
+        job.wait()
     if job.error is not None:
         raise job.error
 
@@ -46,51 +49,58 @@ class _Job(Generic[Part]):
         self.error: BaseException | None = None
         self._work = work
         self._parts = parts
-        self._busy = 0
+        self._busy: set[int] = set()  # the threads that work on a part
         self._lock = Lock()
-        self._idle = Lock()  # held while a part is worked on
 
     def run(self) -> None:
-        """Work on parts until none is left; errors are kept."""
+        """Work on parts until none is left; errors of the work are kept."""
         while True:
-            with self._lock:
-                if not self._parts:
-                    return
-                part = self._parts.popleft()
-                self._busy += 1
-                if self._busy == 1:
-                    self._idle.acquire()
+            begun = False
             try:
+                with self._lock:
+                    if not self._parts:
+                        return
+                    begun = True
+                    self._busy.add(get_ident())
+                    part = self._parts.popleft()
                 self._work(part)
             except BaseException as error:
-                with self._lock:
-                    self._parts.clear()
-                    self.error = self.error or error
+                self.fail(error)
             finally:
-                with self._lock:
-                    self._busy -= 1
-                    if self._busy == 0:
-                        self._idle.release()
+                if begun:
+                    self._busy.discard(get_ident())
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first error, and begin no further part."""
+        self.error = self.error or error
+        self._parts.clear()
 
     def wait(self) -> None:
         """Until no part is left and none is worked on, whatever interrupts."""
-        while True:
+        # Looked at again and again: a lock would be left behind where an interruption hits its
+        # holder. At first only the processor is yielded, since the others are nearly done too.
+        looks = 0
+        while self._parts or self._busy:
             try:
-                with self._idle:
-                    return
+                looks += 1
+                sleep(0 if looks < 200 else 2e-5)
             except BaseException as error:
-                self.error = self.error or error
+                self.fail(error)
 
 
-def _start(count: int) -> None:
-    """Have at least ``count`` threads."""
+def _start(count: int) -> int:
+    """Have as many threads, or as many as the system grants; their number."""
     global _started
-    if _started >= count:
-        return
-    with _starting:
-        while _started < count:
-            Thread(target=_serve, args=(_jobs,), name=f"kvloom-{_started}", daemon=True).start()
-            _started += 1
+    if _started < count:
+        with _starting:
+            try:
+                while _started < count:
+                    name = f"kvloom-{_started}"
+                    Thread(target=_serve, args=(_jobs,), name=name, daemon=True).start()
+                    _started += 1
+            except RuntimeError:  # a limit on threads, or an interpreter that is shutting down
+                return _started
+    return count
 
 
 def _serve(jobs: SimpleQueue[_Job[Any]]) -> None:

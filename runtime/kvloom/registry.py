@@ -17,7 +17,7 @@ from kvloom_generated.registry import IDS, MODULES, NAMES
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from kvloom._abi import ChunkFacts, Kernels, ModelFacts, Views
+    from kvloom._abi import ChunkFacts, Kernel, Kernels, ModelFacts, Views
 
 _loading_kernels = held_across_forks(Lock())
 _kernels: dict[tuple[str, bool], Kernels] = {}
@@ -98,6 +98,13 @@ def kernels(layout: Layout, streaming: bool = False) -> Kernels:
                 made: Kernels = _module(layout.facts.module).kernels(HELPERS, streaming)
                 found = _kernels[layout.name, streaming] = made
     return found
+
+
+def compile_kernel(kernel: Kernel) -> None:
+    """Have the machine code of a kernel, from disk or new."""
+    from kvloom._kernel import compile_now
+
+    compile_now(kernel)
 
 
 def views(layout: Layout) -> Views:

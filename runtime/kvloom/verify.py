@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvloom.engine_layout import torch_dtype
 from kvloom.geometry import shape_of
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def sizes_for(model: ModelFacts, blocks: int, cache_bytes: int) -> Sizes:
     """
     if blocks < 2:
         raise ValueError(f"blocks: got {blocks}, takes at least 2")
-    dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[model.dtype])
+    dtype = torch_dtype(model.dtype)
     planes = 2 if model.attention == "mha" else 1
     layer_bytes = planes * model.heads * model.head_size * dtype.itemsize * blocks * BLOCK_SIZE
     layers = min(model.layers, cache_bytes // layer_bytes)
