@@ -151,7 +151,10 @@ class Checkout:
 
 
 def copy(root: Path) -> Checkout:
-    """A copy of everything that git has or would take, committed."""
+    """A copy of everything that git has or would take, committed, without the examples.
+
+    Somebody who tried the manual's example may have it in the checkout.
+    """
     command = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for path in filter(None, listed.split("\0")):
@@ -160,6 +163,11 @@ def copy(root: Path) -> Checkout:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, target)
     made = Checkout(root)
+    there = [root / one.file for one in EXAMPLES.values() if (root / one.file).exists()]
+    for path in there:
+        path.unlink()
+    if there:
+        made.generate()
     made.git("init", "--quiet")
     made.git("add", "--all")
     made.git("commit", "--quiet", "--message", "As it is")
