@@ -166,6 +166,21 @@ def test_an_interruption_anywhere_waits_for_what_has_begun(
     assert finished
 
 
+def test_an_interruption_after_the_last_part_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, main = [], threading.get_ident()
+
+    def ident() -> int:
+        found = threading.get_ident()
+        calls.extend([found] if found == main else [])
+        if len(calls) == 2 and found == main:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(pool, "get_ident", ident)
+    with pytest.raises(KeyboardInterrupt):
+        share(lambda _: time.sleep(0.01), range(4), 1)
+
+
 def test_without_more_threads_a_caller_goes_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")

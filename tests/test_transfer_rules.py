@@ -6,11 +6,14 @@ for those that are about the kernels themselves.
 
 from __future__ import annotations
 
+import copy
 import mmap
 import os
+import pickle
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -19,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kvloom
 import oracle
@@ -889,6 +893,55 @@ def test_a_selection_is_refused_in_the_words_of_the_call() -> None:
         here.cache.select("gahter", "slots")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="addressing: got 'tokens', takes slots or blocks"):
         here.cache.select("gather", "tokens")  # type: ignore[arg-type]
+
+
+def shrunk(nbytes: int) -> torch.Tensor:
+    tensor = torch.zeros(2, LAYERS, 4, 15, dtype=torch.int16)
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.zeros(2, LAYERS, 4, 15, dtype=torch.int16)
+
+
+@both_ops
+@pytest.mark.parametrize("made", [lambda: shrunk(0), lambda: shrunk(64), fake])
+def test_a_chunk_without_its_bytes_is_refused_also_where_its_like_was_seen(
+    op: Op, made: Any
+) -> None:
+    here = bound(NHD)
+    call(op, here.cache, torch.zeros(2, LAYERS, 4, 15, dtype=torch.int16), slots=[0, 1, 2, 3])
+    with pytest.raises(ValueError, match="has no bytes of its own, or fewer"):
+        call(op, here.cache, made(), slots=[0, 1, 2, 3])
+
+
+@both_ops
+def test_a_conjugate_view_is_refused(op: Op) -> None:
+    here = bound(NHD, torch.complex64)
+    chunk = torch.zeros(2, LAYERS, 1, 15, dtype=torch.complex64)
+    call(op, here.cache, chunk, slots=[0])
+    with pytest.raises(ValueError, match="conjugate or negative view"):
+        call(op, here.cache, chunk.conj(), slots=[0])
+
+
+def test_tensors_whose_bytes_are_not_their_values_are_not_bound() -> None:
+    layout, shape = kvloom.layout(NHD), (2, 4, 4, 2, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch means to drop such tensors
+        quantized = torch.quantize_per_tensor(torch.zeros(shape), 0.1, 0, torch.quint8)
+    for tensor in (quantized, torch.zeros(shape, dtype=torch.complex64).conj()):
+        with pytest.raises(ValueError, match=r"tensors\[0\]: is (quantized|a conjugate)"):
+            layout.bind([tensor])
+
+
+def test_a_cache_is_not_copied_without_its_tensors() -> None:
+    cache = bound(NHD).cache
+    assert copy.copy(cache) is cache
+    for action in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="holds addresses"):
+            action(cache)
 
 
 @only_kernels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from kvloom.indexing import move
 from kvloom.moves import Move, carry_out, streamed_from
 from kvloom.overlap import Ranges, check_apart, check_self
 from kvloom.select import ADDRESSINGS, OPS, Selection, choose_backend, describe, plan, refusal
-from kvloom.tensors import Home, flatten, to_host
+from kvloom.tensors import Home, flatten, to_host, unaddressable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -202,6 +202,12 @@ class Cache:
                 refused = str(error)
         return Selection(op, addressing, refused=refused)
 
+    def __copy__(self) -> Cache:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a Cache holds addresses of its tensors; copy these, and bind the copies")
+
     def __repr__(self) -> str:
         sizes = "; ".join(
             f"{len(group.layers)} layers of {group.heads} × {group.head_size} {group.dtype}, "
@@ -384,6 +390,7 @@ class Cache:
             tensor.requires_grad
             or tensor.device != self._home.device
             or tensor.layout is not torch.strided
+            or unaddressable(tensor)
         ):
             self._home.facts(self._name(what, number), tensor)
         key = (op, addressing, number, chunk, tensor.shape, tensor.stride())

@@ -31,12 +31,16 @@ def share(work: Callable[[Part], None], parts: Iterable[Part], helpers: int) -> 
     """
     job = _Job(work, deque(parts))
     try:
-        for _ in range(_start(helpers)):
-            _jobs.put(job)
-        job.run()
-    except BaseException as error:
+        try:
+            for _ in range(_start(helpers)):
+                _jobs.put(job)
+            job.run()
+        except BaseException as error:
+            job.fail(error)
+        finally:
+            job.wait()
+    except BaseException as error:  # an interruption on the way into the wait
         job.fail(error)
-    finally:
         job.wait()
     if job.error is not None:
         raise job.error
@@ -80,10 +84,13 @@ class _Job(Generic[Part]):
         # Looked at again and again: a lock would be left behind where an interruption hits its
         # holder. At first only the processor is yielded, since the others are nearly done too.
         looks = 0
-        while self._parts or self._busy:
+        while True:
             try:
-                looks += 1
-                sleep(0 if looks < 200 else 2e-5)
+                # Whoever waits works on nothing, even where an interruption left it among the busy.
+                while self._parts or self._busy - {get_ident()}:
+                    looks += 1
+                    sleep(0 if looks < 200 else 2e-5)
+                return
             except BaseException as error:
                 self.fail(error)
 

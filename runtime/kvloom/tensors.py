@@ -51,6 +51,9 @@ class Home:
             raise ValueError(
                 f"{what}: is on {tensor.device}, takes {self.device}, where the cache is"
             )
+        reason = unaddressable(tensor)
+        if reason:
+            raise ValueError(f"{what}: {reason}")
         if tensor.requires_grad:
             raise ValueError(
                 f"{what}: requires grad, which a copy of bytes would not track; detach it"
@@ -73,6 +76,31 @@ class Home:
             self._storages = dict(islice(self._storages.items(), self._engine))
         number = self._storages.setdefault(storage, len(self._storages))
         return number * _STORAGE_ROOM + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def unaddressable(tensor: torch.Tensor) -> str:
+    """Why a strided tensor's bytes are not its values, or are not there; nothing if all is well.
+
+    Storages may shrink after a tensor was bound or first seen, so calls ask anew.
+    """
+    if tensor.is_nested:
+        return "is a nested tensor, takes one of a single shape"
+    if tensor.is_quantized:
+        return "is quantized, and its scale would not move with its bytes; move int_repr()"
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a conjugate or negative view, whose bytes are not its values; resolve it"
+    try:
+        storage = tensor.untyped_storage()
+        there = storage.device == tensor.device and storage.nbytes()
+    except (RuntimeError, NotImplementedError):
+        there = 0
+    size, strides = tensor.shape, tensor.stride()
+    reach = sum((count - 1) * step for count, step in zip(size, strides, strict=True))
+    end = (int(tensor.storage_offset()) + reach + 1) * tensor.element_size()
+    lacks = end > there or (tensor.device.type == "cpu" and tensor.data_ptr() == 0)
+    if 0 not in size and lacks:
+        return "has no bytes of its own, or fewer than its shape says"
+    return ""
 
 
 def to_host(name: str, tensor: torch.Tensor) -> NDArray[np.int32] | NDArray[np.int64]:
