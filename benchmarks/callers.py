@@ -1,7 +1,9 @@
 """What several Python threads move together when all of them gather and scatter at once.
 
-Each thread has a chunk and blocks of its own in one cache, and runs for the same time. The single
-thread with which the others are compared takes turns with them, in the same process.
+The same eight chunks, each with blocks of its own in one cache, are dealt out to as many threads
+as there are: fewer threads have more each, so that all of them together always touch the same
+bytes. The single thread with which the others are compared takes turns with them, in the same
+process.
 """
 
 from __future__ import annotations
@@ -75,9 +77,10 @@ def measured(tokens: int, seconds: float) -> dict:
 
             def run(number: int, moved: list[int] = moved, end: float = end) -> None:
                 while time.perf_counter() < end:
-                    cache.gather(out=chunks[number], blocks=blocks[number])
-                    cache.scatter(chunks[number], blocks=blocks[number])
-                    moved[number] += 2 * chunks[number].nbytes
+                    for mine in range(number, len(chunks), len(moved)):
+                        cache.gather(out=chunks[mine], blocks=blocks[mine])
+                        cache.scatter(chunks[mine], blocks=blocks[mine])
+                        moved[number] += 2 * chunks[mine].nbytes
 
             start = time.perf_counter()
             callers = [threading.Thread(target=run, args=(number,)) for number in range(count)]

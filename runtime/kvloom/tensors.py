@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 _STORAGE_ROOM = 1 << 45
 _MOST_STORAGES = 1 << 16
 
+# Views whose bytes torch conjugates or negates when they are read. Tensor.is_conj and is_neg tell
+# them too, but let other threads have the interpreter meanwhile, which costs several times a call.
+_LAZY = sum(
+    torch._C.DispatchKeySet(key).raw_repr()
+    for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+)
+
 
 class Home:
     """The device that all tensors of a cache are on, and the places of its storages.
@@ -87,7 +94,7 @@ def unaddressable(tensor: torch.Tensor) -> str:
         return "is a nested tensor, takes one of a single shape"
     if tensor.is_quantized:
         return "is quantized, and its scale would not move with its bytes; move int_repr()"
-    if tensor.is_conj() or tensor.is_neg():
+    if torch._C._dispatch_keys(tensor).raw_repr() & _LAZY:
         return "is a conjugate or negative view, whose bytes are not its values; resolve it"
     try:
         storage = tensor.untyped_storage()
@@ -109,7 +116,7 @@ def to_host(name: str, tensor: torch.Tensor) -> NDArray[np.int32] | NDArray[np.i
         raise TypeError(f"{name}: got a tensor of {tensor.dtype}, takes int32 or int64")
     if tensor.device.type == "meta":
         raise ValueError(f"{name}: is on the meta device, where there are no values")
-    return tensor.cpu().numpy()
+    return (tensor if tensor.device.type == "cpu" else tensor.cpu()).numpy()
 
 
 def flatten(
