@@ -81,7 +81,7 @@ def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads() == 3
 
 
-@pytest.mark.parametrize("given", ["0", "-1", "two", "1.5", "٣"])
+@pytest.mark.parametrize("given", ["0", "-1", "two", "1.5", "٣", "9" * 5000])
 def test_a_wrong_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv("KVLOOM_NUM_THREADS", given)
     with pytest.raises(ValueError, match=f"KVLOOM_NUM_THREADS: got '{given}', takes a number"):

@@ -238,6 +238,7 @@ INDICES: dict[str, Any] = {
     "int32 tensor": torch.tensor(INDEX, dtype=torch.int32),
     "strided tensor": torch.tensor([[6, 9], [0, 9], [3, 9]])[:, 0],
 }
+ENTRY = np.array([2])[::-1]  # contiguous, and its stride is negative
 
 
 @both_addressings
@@ -260,6 +261,31 @@ def test_indices_of_every_kind_run_the_same_machine_code() -> None:
     assert len(kernels.scatter_slots.signatures) == 1
 
 
+@both_addressings
+def test_one_entry_may_have_any_stride(addressing: Addressing) -> None:
+    here = bound(MLA)
+    expected = here.expected_chunk(token_slots(addressing, [2], 99))
+    assert oracle.same_bytes(gathered(here.cache, **named(addressing, ENTRY)), expected)
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+@both_ops
+def test_slots_may_lie_where_the_call_writes(op: Op, as_array: bool) -> None:
+    here = bound(MLA, torch.int64)
+    chunk = new_chunk(here.cache, 3)
+    # Whatever is read as a slot too late is one that exists.
+    for tensor in (*here.tensors, chunk):
+        tensor.remainder_(here.cache.capacity)
+    written = chunk if op == "gather" else here.tensors[0]
+    inside = written.flatten()[:3].copy_(torch.tensor(INDEX))
+    expected, source = here.cache.gather(slots=INDEX), chunk.clone()
+    call(op, here.cache, chunk, slots=inside.numpy() if as_array else inside)
+    if op == "gather":
+        assert oracle.same_bytes(chunk, expected)
+    else:
+        assert oracle.same_bytes(gathered(here.cache, slots=INDEX), source)
+
+
 @both_ops
 @both_addressings
 @pytest.mark.parametrize(
@@ -270,6 +296,9 @@ def test_indices_of_every_kind_run_the_same_machine_code() -> None:
         ([0, None], TypeError, "got a list with NoneType"),
         ([[0, 1]], TypeError, "got a list with list"),
         ([0, 1 << 70], ValueError, "beyond 64 bits"),
+        (range(1 << 63, (1 << 63) + 2), ValueError, "beyond 64 bits"),
+        (np.ma.masked_array([0, 1], [False, True]), TypeError, "masked array"),
+        (torch.tensor([0, 1]).to_sparse(), TypeError, "can't be read as an array"),
         (np.array([0.0, 1.0]), TypeError, "float64"),
         (np.array([True, False]), TypeError, "bool"),
         (np.array([0, 1], np.uint64), TypeError, "uint64"),
@@ -924,6 +953,16 @@ def test_a_conjugate_view_is_refused(op: Op) -> None:
     call(op, here.cache, chunk, slots=[0])
     with pytest.raises(ValueError, match="conjugate or negative view"):
         call(op, here.cache, chunk.conj(), slots=[0])
+
+
+@both_ops
+def test_a_negative_view_is_refused(op: Op) -> None:
+    here = bound(NHD, torch.float32)
+    chunk = torch.zeros(2, LAYERS, 1, 15, 2)
+    negative = torch.view_as_complex(chunk).conj().imag
+    assert negative.shape == (2, LAYERS, 1, 15)
+    with pytest.raises(ValueError, match="conjugate or negative view"):
+        call(op, here.cache, negative, slots=[0])
 
 
 def test_tensors_whose_bytes_are_not_their_values_are_not_bound() -> None:

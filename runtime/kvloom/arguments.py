@@ -28,10 +28,12 @@ def index_array(name: str, value: Any) -> Int64Array:
 
     An int64 array is used as it is where it is contiguous. TypeError for anything but integers.
     """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name}: got a masked array, takes {_ACCEPTED}")
     if isinstance(value, np.ndarray):
         array = value
     elif isinstance(value, range):
-        array = np.arange(value.start, value.stop, value.step, dtype=np.int64)
+        array = _from_range(name, value)
     elif isinstance(value, (list, tuple)):
         array = _from_list(name, value)
     else:
@@ -41,9 +43,22 @@ def index_array(name: str, value: Any) -> Int64Array:
     if array.ndim != 1:
         raise ValueError(f"{name}: got {array.ndim} dimensions, takes {_ACCEPTED}")
     # For an array of another kind, such as a read-only one, kernels would be compiled once more.
-    if type(array) is np.ndarray and array.dtype == np.int64 and array.flags.carray:
+    # One entry is contiguous whatever its stride, which torch takes only as it should be.
+    if (
+        type(array) is np.ndarray
+        and array.dtype == np.int64
+        and array.flags.carray
+        and array.strides == (array.itemsize,)
+    ):
         return array
     return np.array(array, np.int64, subok=False)
+
+
+def _from_range(name: str, value: range) -> Int64Array:
+    try:
+        return np.arange(value.start, value.stop, value.step, dtype=np.int64)
+    except OverflowError:
+        raise ValueError(f"{name}: got a range with numbers beyond 64 bits") from None
 
 
 def _from_list(name: str, value: list[Any] | tuple[Any, ...]) -> Int64Array:

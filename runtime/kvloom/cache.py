@@ -288,6 +288,9 @@ class Cache:
             )
         if skip == count:
             return
+        if self._written(op, index, chunks, plans):
+            index = index.copy()
+            request = request._replace(slots_or_blocks=index)
         if self.backend == "torch":
             self._index(op, request, chunks, plans)
             return
@@ -309,6 +312,20 @@ class Cache:
                 address += done * one.token_stride
                 moves.append(Move(kernel, pointers, address, left, by_slots.geometry, 0, len(left)))
         carry_out(moves, nbytes)
+
+    def _written(
+        self, op: Op, index: Int64Array, chunks: tuple[torch.Tensor, ...], plans: Sequence[Plan]
+    ) -> bool:
+        """Whether a transfer may write where its own slots or block ids are read."""
+        if self._home.device.type != "cpu":
+            return False
+        first, nbytes = index.__array_interface__["data"][0], index.nbytes
+        if op == "scatter":
+            return self._ranges.meet(first, nbytes)
+        return any(
+            first < tensor.data_ptr() + one.span and tensor.data_ptr() < first + nbytes
+            for tensor, one in zip(chunks, plans, strict=True)
+        )
 
     def _index(
         self, op: Op, request: _Request, chunks: tuple[torch.Tensor, ...], plans: Sequence[Plan]

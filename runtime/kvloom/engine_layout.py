@@ -187,7 +187,7 @@ def torch_dtype(given: torch.dtype | str) -> torch.dtype:
 
     if isinstance(given, torch.dtype):
         return given
-    if given not in _DTYPES:
+    if not isinstance(given, str) or given not in _DTYPES:
         raise ValueError(f"dtype: got {given!r}, takes {', '.join(_DTYPES)}, or one of torch's")
     found: torch.dtype = getattr(torch, _DTYPES[given])
     return found

@@ -23,7 +23,7 @@ def threads() -> int:
     given = os.environ.get(VARIABLE, "").strip()
     if not given:
         return processors()
-    if not given.isascii() or not given.isdigit() or int(given) == 0:
+    if not given.isascii() or not given.isdigit() or len(given) > 9 or int(given) == 0:
         raise ValueError(f"{VARIABLE}: got {given!r}, takes a number of threads, 1 or more")
     return int(given)
 
