@@ -238,7 +238,6 @@ INDICES: dict[str, Any] = {
     "int32 tensor": torch.tensor(INDEX, dtype=torch.int32),
     "strided tensor": torch.tensor([[6, 9], [0, 9], [3, 9]])[:, 0],
 }
-ENTRY = np.array([2])[::-1]  # contiguous, and its stride is negative
 
 
 @both_addressings
@@ -263,9 +262,9 @@ def test_indices_of_every_kind_run_the_same_machine_code() -> None:
 
 @both_addressings
 def test_one_entry_may_have_any_stride(addressing: Addressing) -> None:
-    here = bound(MLA)
+    here, given = bound(MLA), np.array([2])[::-1]  # contiguous, and its stride is negative
     expected = here.expected_chunk(token_slots(addressing, [2], 99))
-    assert oracle.same_bytes(gathered(here.cache, **named(addressing, ENTRY)), expected)
+    assert oracle.same_bytes(gathered(here.cache, **named(addressing, given)), expected)
 
 
 @pytest.mark.parametrize("as_array", [False, True])

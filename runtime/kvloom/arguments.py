@@ -30,14 +30,17 @@ def index_array(name: str, value: Any) -> Int64Array:
     """
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name}: got a masked array, takes {_ACCEPTED}")
-    if isinstance(value, np.ndarray):
-        array = value
-    elif isinstance(value, range):
-        array = _from_range(name, value)
-    elif isinstance(value, (list, tuple)):
-        array = _from_list(name, value)
-    else:
-        raise TypeError(f"{name}: got {type(value).__name__}, takes {_ACCEPTED}")
+    try:
+        if isinstance(value, np.ndarray):
+            array = value
+        elif isinstance(value, range):
+            array = np.arange(value.start, value.stop, value.step, dtype=np.int64)
+        elif isinstance(value, (list, tuple)):
+            array = _from_list(name, value)
+        else:
+            raise TypeError(f"{name}: got {type(value).__name__}, takes {_ACCEPTED}")
+    except OverflowError:
+        raise ValueError(f"{name}: got a number beyond 64 bits") from None
     if array.dtype != np.int64 and array.dtype != np.int32:
         raise TypeError(f"{name}: got an array of {array.dtype}, takes {_ACCEPTED}")
     if array.ndim != 1:
@@ -54,18 +57,8 @@ def index_array(name: str, value: Any) -> Int64Array:
     return np.array(array, np.int64, subok=False)
 
 
-def _from_range(name: str, value: range) -> Int64Array:
-    try:
-        return np.arange(value.start, value.stop, value.step, dtype=np.int64)
-    except OverflowError:
-        raise ValueError(f"{name}: got a range with numbers beyond 64 bits") from None
-
-
 def _from_list(name: str, value: list[Any] | tuple[Any, ...]) -> Int64Array:
     for kind in set(map(type, value)):
         if kind is bool or not issubclass(kind, (int, np.integer)):
             raise TypeError(f"{name}: got a list with {kind.__name__}, takes {_ACCEPTED}")
-    try:
-        return np.array(value, dtype=np.int64)
-    except OverflowError:
-        raise ValueError(f"{name}: got a number beyond 64 bits") from None
+    return np.array(value, dtype=np.int64)

@@ -116,8 +116,10 @@ def to_host(name: str, tensor: torch.Tensor) -> NDArray[np.int32] | NDArray[np.i
         raise TypeError(f"{name}: got a tensor of {tensor.dtype}, takes int32 or int64")
     if tensor.device.type == "meta":
         raise ValueError(f"{name}: is on the meta device, where there are no values")
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
     try:
-        return (tensor if tensor.device.type == "cpu" else tensor.cpu()).numpy()
+        return tensor.numpy()
     except (RuntimeError, TypeError) as error:  # sparse ones, and those of a tracer
         raise TypeError(f"{name}: got a tensor that can't be read as an array: {error}") from None
 
