@@ -179,8 +179,9 @@ def test_a_docstring_gives_the_address_of_every_element(sizes: Geometry, module:
 
 # That this is kvloom._abi.Kernel, mypy sees.
 ABI = (
-    "(pointers: 'Int64Array', chunk: 'int', {index}: 'Int64Array', geometry: 'Int64Array', "
-    "layer_first: 'int', layer_last: 'int', first: 'int', last: 'int') -> 'None'"
+    "(pointers: 'Int64Array', chunk: 'int', {index}: 'Int64Array', order: 'Int64Array', "
+    "geometry: 'Int64Array', layer_first: 'int', layer_last: 'int', first: 'int', last: 'int') "
+    "-> 'None'"
 )
 
 
@@ -252,7 +253,7 @@ def test_a_module_imports_what_it_uses() -> None:
 GAP = 61  # bytes that belong to nothing, before and after every tensor and the chunk
 SLOTS = (17, -1, 0, 19, -1, 6, 7, 4, 12)
 BLOCKS = (2, 0, 3)
-# Layers and positions that a call is for: all of them, and some in the middle.
+# Layers and entries of the order that a call is for: all of them, and some in the middle.
 WINDOWS = {"all": (0, None), "some": (1, -1)}
 
 
@@ -340,7 +341,9 @@ def test_a_kernel_moves_the_elements_of_its_tokens_and_nothing_else(
     memory = Memory(module, streaming)
     op, _, addressing = name.partition("_")
     index = SLOTS if addressing == "slots" else BLOCKS
-    layers, positions = range(MOVED.layers)[start:stop], range(len(index))[start:stop]
+    layers, numbers = range(MOVED.layers)[start:stop], range(len(index))[start:stop]
+    order = [*range(len(index))[1::2], *range(len(index))[::2]]
+    positions = order[numbers.start : numbers.stop]
     if addressing == "slots":
         tokens = {at: index[at] for at in positions if index[at] >= 0}
     else:
@@ -352,11 +355,12 @@ def test_a_kernel_moves_the_elements_of_its_tokens_and_nothing_else(
         np.array(memory.pointers, np.int64),
         memory.chunk,
         np.array(index, np.int64),
+        np.array(order, np.int64),
         geometry(module),
         layers.start,
         layers.stop,
-        positions.start,
-        positions.stop,
+        numbers.start,
+        numbers.stop,
     )
     assert (memory.bytes == after).all()
     assert memory.finished

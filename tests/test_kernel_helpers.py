@@ -148,11 +148,10 @@ _kernel.X86 = False
 binding.initialize_all_targets()
 binding.initialize_all_asmprinters()
 target = binding.Target.from_triple("aarch64-unknown-linux-gnu").create_target_machine(opt=3)
-i64 = numba.int64
 both = [*vars(kernels(HELPERS)).values(), *vars(kernels(HELPERS, True)).values()]
 for kernel in both:
     here = numba.njit(**_OPTIONS)(kernel.py_func)  # machine code from the disk has no LLVM text
-    here.compile((i64[::1], i64, i64[::1], i64[:, ::1], i64, i64, i64, i64))
+    here.compile(_kernel._SIGNATURE)
     module = binding.parse_assembly(here.inspect_llvm(here.signatures[0]))
     module.triple, module.data_layout = target.triple, str(target.target_data)
     for function in module.functions:
@@ -191,8 +190,8 @@ with warnings.catch_warnings(record=True) as caught:
 cache, chunk = np.arange(1, 41, dtype=np.uint8).reshape(4, 2, 5), np.zeros((3, 5), np.uint8)
 columns = dict.fromkeys(nl_x_nb_bs_hs.LAYOUT.geometry, 0)
 columns |= {"block_size": 2, "engine.block": 10, "engine.token": 5, "chunk.token": 5, "run": 5}
-pointers, slots = np.array([cache.ctypes.data]), np.array([7, 0, 3])
-gather(pointers, chunk.ctypes.data, slots, np.array([[*columns.values()]]), 0, 1, 0, 3)
+pointers, slots, order = np.array([cache.ctypes.data]), np.array([7, 0, 3]), np.arange(3)
+gather(pointers, chunk.ctypes.data, slots, order, np.array([[*columns.values()]]), 0, 1, 0, 3)
 print(json.dumps({
     "whole": (chunk == cache.reshape(8, 5)[slots]).all().item(),
     "first bytes": (chunk[:, 0] == cache.reshape(8, 5)[slots, 0]).all().item(),

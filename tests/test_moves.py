@@ -19,14 +19,15 @@ from hypothesis import strategies as st
 import kvloom
 from fork import in_a_child
 from kvloom import moves
-from kvloom.moves import Move, carry_out, streamed_from
+from kvloom.moves import Move, carry_out, order_of, streamed_from
+from kvloom.select import Op
 
 NHD = "NL_X_TWO_NB_BS_NH_HS"
 
 
 def recorder(done: list[tuple[int, int, int, int]]) -> Any:
-    def kernel(_: Any, __: int, ___: Any, ____: Any, *part: int) -> None:
-        done.append(part)
+    def kernel(_: Any, __: int, ___: Any, order: Any, ____: Any, *part: int) -> None:
+        done.append((*part[:2], *(int(order[0]) + number for number in part[2:])))
 
     return kernel
 
@@ -47,7 +48,8 @@ def test_every_layer_of_every_position_is_moved_once(
 ) -> None:
     done: list[tuple[int, int, int, int]] = []
     nothing = np.zeros(0, np.int64)
-    move = Move(recorder(done), nothing, 0, nothing, np.zeros((layers, 1)), first, first + count)
+    order = np.arange(first, first + count)
+    move = Move(recorder(done), nothing, 0, nothing, order, np.zeros((layers, 1)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moves, "threads", lambda: threads)
         carry_out([move, move], moves.SHARED_FROM)
@@ -63,6 +65,37 @@ def test_every_layer_of_every_position_is_moved_once(
         assert len(done) >= 2 * threads
 
 
+@given(index=st.lists(st.integers(-1, 50), max_size=60), large=st.booleans(), data=st.data())
+def test_a_large_gather_reads_the_engine_upwards_and_all_else_is_moved_in_order(
+    index: list[int], large: bool, data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, len(index)))
+    last = data.draw(st.integers(first, len(index)))
+    nbytes = moves.SORTED_FROM - (not large)
+    ops: tuple[Op, ...] = ("gather", "scatter")
+    for op in ops:
+        order = order_of(op, np.array(index), first, last, nbytes)
+        assert order.dtype == np.int64
+        assert order.flags.carray
+        if op == "gather" and large:
+            assert [index[at] for at in order] == sorted(index[first:last])
+            assert sorted(order) == list(range(first, last))
+        else:
+            assert list(order) == list(range(first, last))
+
+
+def test_entries_of_few_bytes_are_not_sorted() -> None:
+    index = np.arange(2 * moves.SORTED_FROM // moves.SORTED_EACH)[::-1].copy()
+    assert order_of("gather", index, 0, len(index), 2 * moves.SORTED_FROM)[0] == len(index) - 1
+    assert order_of("gather", index, 0, len(index), 2 * moves.SORTED_FROM - 1)[0] == 0
+
+
+def test_an_order_may_be_longer_than_any_before() -> None:
+    count = 3 * len(moves._positions)
+    order = order_of("scatter", np.zeros(count, np.int64), count - 2, count, 0)
+    assert list(order) == [count - 2, count - 1]
+
+
 def test_a_small_call_stays_on_its_thread(
     monkeypatch: pytest.MonkeyPatch, three_threads: None
 ) -> None:
@@ -72,7 +105,7 @@ def test_a_small_call_stays_on_its_thread(
     monkeypatch.setattr(moves, "share", refuse)
     done: list[tuple[int, int, int, int]] = []
     nothing = np.zeros(0, np.int64)
-    move = Move(recorder(done), nothing, 0, nothing, np.zeros((7, 1)), 2, 9)
+    move = Move(recorder(done), nothing, 0, nothing, np.arange(2, 9), np.zeros((7, 1)))
     carry_out([move], moves.SHARED_FROM - 1)
     assert done == [(0, 7, 2, 9)]
     with pytest.raises(AssertionError, match="shared"):

@@ -150,7 +150,7 @@ def component_mutants(component: Component, grain: Expr) -> Iterator[tuple[str, 
 def kernel_mutants(kernel: Kernel, geometry: tuple[str, ...]) -> Iterator[Mutant]:
     """Mutants of a kernel whose layout has the columns ``geometry``."""
     variables = [loop.variable for loop in kernel.loops]
-    variables += [name for loop in kernel.loops for name in (loop.entry, *dict(loop.lets)) if name]
+    variables += [name for loop in kernel.loops for name in names_of(loop)]
     arguments = ("NL", "layer_first", "layer_last", "first", "last")
     kinds = [{name: symbol(name) for name in kind} for kind in (geometry, variables, arguments)]
 
@@ -182,6 +182,11 @@ def kernel_mutants(kernel: Kernel, geometry: tuple[str, ...]) -> Iterator[Mutant
             yield made(f"{loop.axis} loop: {fault}", loops=(*before, wrong_loop, *after))
 
 
+def names_of(loop: Loop) -> list[str]:
+    """What is read and worked out at a level, besides its variable."""
+    return [name for name in (loop.position, loop.entry, *dict(loop.lets)) if name]
+
+
 def loop_mutants(
     loop: Loop, wrong: Callable[[Expr], Iterator[tuple[str, Expr]]]
 ) -> Iterator[tuple[str, Loop]]:
@@ -198,6 +203,7 @@ def loop_mutants(
         yield "names in the wrong order", replace(loop, lets=loop.lets[::-1])
     if loop.entry:
         yield "entry not read", replace(loop, entry="")
+        yield "order not read", replace(loop, position="")
     if loop.skips:
         yield "negative entries not skipped", replace(loop, skips=False)
 

@@ -99,9 +99,11 @@ run = kernels(HELPERS)
 
 cache = engine()
 slots = np.array([17, -1, 0, 19, 6, 7, -1], np.int64)
+order = np.arange(len(slots))[::-1].copy()
 chunk = np.zeros((2, layers, len(slots), heads * row), np.uint8)
+table = geometry(cache[0], chunk)
 run.gather_slots(
-    pointers(cache), chunk.ctypes.data, slots, geometry(cache[0], chunk), 0, layers, 0, len(slots)
+    pointers(cache), chunk.ctypes.data, slots, order, table, 0, layers, 0, len(slots)
 )
 expected = np.zeros_like(chunk)
 for kv in range(2):
@@ -115,8 +117,9 @@ assert (chunk == expected).all()
 cache, ids = engine(), np.array([4, 0, 2], np.int64)
 expected = [tensor.copy() for tensor in cache]
 chunk = random.integers(0, 256, (2, layers, len(ids) * block_size, heads * row), np.uint8)
+table = geometry(cache[0], chunk)
 run.scatter_blocks(
-    pointers(cache), chunk.ctypes.data, ids, geometry(cache[0], chunk), 0, layers, 0, len(ids)
+    pointers(cache), chunk.ctypes.data, ids, np.arange(3), table, 0, layers, 0, len(ids)
 )
 for kv in range(2):
     for layer in range(layers):

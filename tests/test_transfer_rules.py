@@ -839,7 +839,7 @@ def test_what_is_selected_is_what_runs(
     monkeypatch.setattr(registry, "compile_kernel", lambda _: None)
 
     def spy(name: str) -> Any:
-        return lambda *arguments: ran.append((name, arguments[3][:, run].tolist()))
+        return lambda *arguments: ran.append((name, arguments[4][:, run].tolist()))
 
     spies = {(o, a): spy(f"{o}_{a}") for o in OPS for a in ADDRESSINGS}
     monkeypatch.setattr(here.cache, "_kernels", {False: spies})

@@ -39,16 +39,18 @@ class Call:
     addressing: Addressing
     rows: tuple[Row, ...] = field(repr=False)
     index: tuple[int, ...]
+    order: tuple[int, ...]
     layers: range
-    positions: range
+    numbers: range
     table: Table = field(repr=False)
     unlike: bool = False
 
     @cached_property
     def expected(self) -> list[Move]:
         """What this call must move."""
+        positions = self.order[self.numbers.start : self.numbers.stop]
         asked = [
-            entry if position in self.positions else -1 for position, entry in enumerate(self.index)
+            entry if position in positions else -1 for position, entry in enumerate(self.index)
         ]
         if self.addressing == "blocks":
             size = self.table.geometry.block_size
@@ -75,12 +77,13 @@ def calls(
             index = (geometry.tokens - 1, -1, *reversed(range(geometry.tokens - 2)))
         else:
             index = tuple(reversed(range(geometry.blocks)))
-        entries, half = range(len(index)), len(index) // 2
+        numbers, half = range(len(index)), len(index) // 2
+        order = (*numbers[1::2], *numbers[::2])
         rows: tuple[Row, ...] = (geometry_row(component, addressing, geometry),) * len(layers)
-        whole = Call("all fused", addressing, rows, index, layers, entries, table)
+        whole = Call("all fused", addressing, rows, index, order, layers, numbers, table)
         yield whole
-        yield replace(whole, name="the last part", layers=layers[1:], positions=entries[-half:])
-        yield replace(whole, name="the first part", layers=layers[:-1], positions=entries[:-half])
+        yield replace(whole, name="the last part", layers=layers[1:], numbers=numbers[-half:])
+        yield replace(whole, name="the first part", layers=layers[:-1], numbers=numbers[:-half])
         for name, counts in (
             ("strides unlike", {"kv": 2, "token": geometry.block_size, "head": geometry.heads}),
             ("strides unlike, every count 1", {"kv": 1, "token": 1, "head": 1}),
@@ -89,7 +92,7 @@ def calls(
             if addressing == "slots":
                 counts["token"] = geometry.block_size  # tokens are named, not counted
             unlike = _unlike_table(table, rows, places, lists, counts)
-            yield Call(name, addressing, rows, index, layers, entries, unlike, unlike=True)
+            yield replace(whole, name=name, rows=rows, table=unlike, unlike=True)
 
 
 def geometry_row(
@@ -183,8 +186,8 @@ def kernel_moves(kernel: Kernel, call: Call) -> Iterator[Move]:
         "NL": len(call.rows),
         "layer_first": call.layers.start,
         "layer_last": call.layers.stop,
-        "first": call.positions.start,
-        "last": call.positions.stop,
+        "first": call.numbers.start,
+        "last": call.numbers.stop,
     }
     for pointer, engine, chunk, run in _copies(kernel, call, 0, values, (0, 0, 0)):
         yield Move(pointer, 8 * engine, 8 * chunk, 8 * run)
@@ -209,8 +212,11 @@ def _copies(
         if depth == 0:
             row = _entry(call.rows, inside["layer"], "geometry")
             inside |= {name: row[name] for name in kernel.columns}
+        if loop.position:
+            inside[loop.position] = _entry(call.order, step, "order")
         if loop.entry:
-            inside[loop.entry] = entry = _entry(call.index, step, "index")
+            at_position = inside[loop.position or loop.variable]
+            inside[loop.entry] = entry = _entry(call.index, at_position, "index")
             if loop.skips and entry < 0:
                 continue
         for name, value in loop.lets:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 # The order in which factors are written: loop variables, then counts from the outside in, then
 # what else there is (split factors, columns of the geometry array), the element last.
 VARIABLES = (
-    *("layer", "kv", "position", "slot", "block", "token", "head"),
+    *("layer", "kv", "number", "position", "slot", "block", "token", "head"),
     *("slot_ahead", "block_ahead", "token_ahead"),
 )
 ORDER = ("NL", "KV", "NB", "BS", "NH", "HS", "ITEMBITS")

@@ -54,9 +54,11 @@ def _kernel(kernel: Kernel) -> Iterator[str]:
     for depth, loop in enumerate(kernel.loops):
         indent = "  " * (depth + 1)
         yield f"{indent}{loop.variable} from {plain(loop.first)} to {plain(loop.last)}"
+        if loop.position:
+            yield f"{indent}  {loop.position} of order[{loop.variable}]"
         if loop.entry:
             skip = ", negative skipped" if loop.skips else ""
-            yield f"{indent}  {loop.entry} of index[{loop.variable}]{skip}"
+            yield f"{indent}  {loop.entry} of index[{loop.position}]{skip}"
         for name, value in loop.lets:
             yield f"{indent}  {name} = {plain(value)}"
         if depth == kernel.pointer_level:

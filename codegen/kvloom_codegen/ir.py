@@ -72,8 +72,9 @@ class LayoutIR:
 class Loop:
     """One level of a kernel: each step adds ``engine`` and ``chunk`` bytes to the two addresses.
 
-    ``entry`` names what is read from the index array at this level (slot or block); ``lets`` are
-    names worked out from it; ``skips`` says that a negative entry is passed over.
+    ``position`` names what is read from the order array at this level, and ``entry`` what the index
+    array has at that position (slot or block); ``lets`` are names worked out from it; ``skips``
+    says that a negative entry is passed over.
     """
 
     axis: str
@@ -82,6 +83,7 @@ class Loop:
     last: Expr
     engine: Expr
     chunk: Expr
+    position: str = ""
     entry: str = ""
     lets: tuple[tuple[str, Expr], ...] = ()
     skips: bool = False

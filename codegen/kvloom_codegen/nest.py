@@ -140,10 +140,10 @@ def _index_loop(addressing: Addressing) -> Loop:
     first, last, position = symbol("first"), symbol("last"), symbol("position")
     if addressing == "blocks":
         engine, chunk = symbol("block") * column("engine.block"), position * column("chunk.block")
-        return Loop("index", "position", first, last, engine, chunk, entry="block")
+        return Loop("index", "number", first, last, engine, chunk, "position", "block")
     lets, engine = _of_slot("slot", "block", "token")
     chunk = position * column("chunk.token")
-    return Loop("index", "position", first, last, engine, chunk, "slot", lets, skips=True)
+    return Loop("index", "number", first, last, engine, chunk, "position", "slot", lets, skips=True)
 
 
 def _of_slot(slot: str, block: str, token: str) -> tuple[tuple[tuple[str, Expr], ...], Expr]:

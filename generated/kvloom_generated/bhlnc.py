@@ -99,6 +99,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         slots: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -122,7 +123,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[layer]
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
+            for number in range(first, last):
+                position = order[number]
                 slot = slots[position]
                 if slot < 0:
                     continue
@@ -130,7 +132,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
                 token = slot - block * block_size
                 engine_at_position = engine_at_layer + block * engine_block + token * engine_token
                 chunk_at_position = chunk_at_layer + position * chunk_token
-                slot_ahead = slots[min(position + AHEAD, last - 1)]
+                slot_ahead = slots[order[min(number + AHEAD, last - 1)]]
                 if slot_ahead != slot + AHEAD:
                     block_ahead = slot_ahead // block_size
                     token_ahead = slot_ahead - block_ahead * block_size
@@ -156,6 +158,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         blocks: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -180,7 +183,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[layer]
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
+            for number in range(first, last):
+                position = order[number]
                 block = blocks[position]
                 engine_at_position = engine_at_layer + block * engine_block
                 chunk_at_position = chunk_at_layer + position * chunk_block
@@ -201,6 +205,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         slots: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -224,7 +229,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[layer]
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
+            for number in range(first, last):
+                position = order[number]
                 slot = slots[position]
                 if slot < 0:
                     continue
@@ -246,6 +252,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         blocks: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -270,7 +277,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[layer]
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
+            for number in range(first, last):
+                position = order[number]
                 block = blocks[position]
                 engine_at_position = engine_at_layer + block * engine_block
                 chunk_at_position = chunk_at_layer + position * chunk_block

@@ -100,6 +100,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         slots: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -123,7 +124,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[layer]
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
+            for number in range(first, last):
+                position = order[number]
                 slot = slots[position]
                 if slot < 0:
                     continue
@@ -131,7 +133,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
                 token = slot - block * block_size
                 engine_at_position = engine_at_layer + block * engine_block + token * engine_token
                 chunk_at_position = chunk_at_layer + position * chunk_token
-                slot_ahead = slots[min(position + AHEAD, last - 1)]
+                slot_ahead = slots[order[min(number + AHEAD, last - 1)]]
                 if slot_ahead != slot + AHEAD:
                     block_ahead = slot_ahead // block_size
                     token_ahead = slot_ahead - block_ahead * block_size
@@ -157,6 +159,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         blocks: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -181,7 +184,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[layer]
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
+            for number in range(first, last):
+                position = order[number]
                 block = blocks[position]
                 engine_at_position = engine_at_layer + block * engine_block
                 chunk_at_position = chunk_at_layer + position * chunk_block
@@ -202,6 +206,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         slots: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -225,7 +230,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[layer]
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
+            for number in range(first, last):
+                position = order[number]
                 slot = slots[position]
                 if slot < 0:
                     continue
@@ -247,6 +253,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         blocks: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -271,7 +278,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[layer]
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
+            for number in range(first, last):
+                position = order[number]
                 block = blocks[position]
                 engine_at_position = engine_at_layer + block * engine_block
                 chunk_at_position = chunk_at_layer + position * chunk_block

@@ -99,6 +99,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         slots: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -126,7 +127,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             for kv in range(kv_count):
                 engine_at_kv = engine_at_layer + kv * engine_kv
                 chunk_at_kv = chunk_at_layer + kv * chunk_kv
-                for position in range(first, last):
+                for number in range(first, last):
+                    position = order[number]
                     slot = slots[position]
                     if slot < 0:
                         continue
@@ -134,7 +136,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
                     token = slot - block * block_size
                     engine_at_position = engine_at_kv + block * engine_block + token * engine_token
                     chunk_at_position = chunk_at_kv + position * chunk_token
-                    slot_ahead = slots[min(position + AHEAD, last - 1)]
+                    slot_ahead = slots[order[min(number + AHEAD, last - 1)]]
                     if slot_ahead != slot + AHEAD:
                         block_ahead = slot_ahead // block_size
                         token_ahead = slot_ahead - block_ahead * block_size
@@ -155,6 +157,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         blocks: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -183,7 +186,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             for kv in range(kv_count):
                 engine_at_kv = engine_at_layer + kv * engine_kv
                 chunk_at_kv = chunk_at_layer + kv * chunk_kv
-                for position in range(first, last):
+                for number in range(first, last):
+                    position = order[number]
                     block = blocks[position]
                     engine_at_position = engine_at_kv + block * engine_block
                     chunk_at_position = chunk_at_kv + position * chunk_block
@@ -201,6 +205,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         slots: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -228,7 +233,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             for kv in range(kv_count):
                 engine_at_kv = engine_at_layer + kv * engine_kv
                 chunk_at_kv = chunk_at_layer + kv * chunk_kv
-                for position in range(first, last):
+                for number in range(first, last):
+                    position = order[number]
                     slot = slots[position]
                     if slot < 0:
                         continue
@@ -247,6 +253,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         blocks: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -275,7 +282,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             for kv in range(kv_count):
                 engine_at_kv = engine_at_layer + kv * engine_kv
                 chunk_at_kv = chunk_at_layer + kv * chunk_kv
-                for position in range(first, last):
+                for number in range(first, last):
+                    position = order[number]
                     block = blocks[position]
                     engine_at_position = engine_at_kv + block * engine_block
                     chunk_at_position = chunk_at_kv + position * chunk_block

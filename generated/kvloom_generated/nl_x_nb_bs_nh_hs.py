@@ -88,6 +88,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         slots: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -108,7 +109,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[layer]
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
+            for number in range(first, last):
+                position = order[number]
                 slot = slots[position]
                 if slot < 0:
                     continue
@@ -116,7 +118,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
                 token = slot - block * block_size
                 engine_at_position = engine_at_layer + block * engine_block + token * engine_token
                 chunk_at_position = chunk_at_layer + position * chunk_token
-                slot_ahead = slots[min(position + AHEAD, last - 1)]
+                slot_ahead = slots[order[min(number + AHEAD, last - 1)]]
                 if slot_ahead != slot + AHEAD:
                     block_ahead = slot_ahead // block_size
                     token_ahead = slot_ahead - block_ahead * block_size
@@ -137,6 +139,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         blocks: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -158,7 +161,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[layer]
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
+            for number in range(first, last):
+                position = order[number]
                 block = blocks[position]
                 engine_at_position = engine_at_layer + block * engine_block
                 chunk_at_position = chunk_at_layer + position * chunk_block
@@ -176,6 +180,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         slots: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -196,7 +201,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[layer]
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
+            for number in range(first, last):
+                position = order[number]
                 slot = slots[position]
                 if slot < 0:
                     continue
@@ -215,6 +221,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         blocks: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -236,7 +243,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[layer]
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
+            for number in range(first, last):
+                position = order[number]
                 block = blocks[position]
                 engine_at_position = engine_at_layer + block * engine_block
                 chunk_at_position = chunk_at_layer + position * chunk_block

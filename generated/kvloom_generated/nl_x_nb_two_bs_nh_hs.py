@@ -98,6 +98,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         slots: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -124,7 +125,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             for kv in range(kv_count):
                 engine_at_kv = engine_at_layer + kv * engine_kv
                 chunk_at_kv = chunk_at_layer + kv * chunk_kv
-                for position in range(first, last):
+                for number in range(first, last):
+                    position = order[number]
                     slot = slots[position]
                     if slot < 0:
                         continue
@@ -132,7 +134,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
                     token = slot - block * block_size
                     engine_at_position = engine_at_kv + block * engine_block + token * engine_token
                     chunk_at_position = chunk_at_kv + position * chunk_token
-                    slot_ahead = slots[min(position + AHEAD, last - 1)]
+                    slot_ahead = slots[order[min(number + AHEAD, last - 1)]]
                     if slot_ahead != slot + AHEAD:
                         block_ahead = slot_ahead // block_size
                         token_ahead = slot_ahead - block_ahead * block_size
@@ -153,6 +155,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         blocks: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -180,7 +183,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             for kv in range(kv_count):
                 engine_at_kv = engine_at_layer + kv * engine_kv
                 chunk_at_kv = chunk_at_layer + kv * chunk_kv
-                for position in range(first, last):
+                for number in range(first, last):
+                    position = order[number]
                     block = blocks[position]
                     engine_at_position = engine_at_kv + block * engine_block
                     chunk_at_position = chunk_at_kv + position * chunk_block
@@ -198,6 +202,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         slots: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -224,7 +229,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             for kv in range(kv_count):
                 engine_at_kv = engine_at_layer + kv * engine_kv
                 chunk_at_kv = chunk_at_layer + kv * chunk_kv
-                for position in range(first, last):
+                for number in range(first, last):
+                    position = order[number]
                     slot = slots[position]
                     if slot < 0:
                         continue
@@ -243,6 +249,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         blocks: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -270,7 +277,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             for kv in range(kv_count):
                 engine_at_kv = engine_at_layer + kv * engine_kv
                 chunk_at_kv = chunk_at_layer + kv * chunk_kv
-                for position in range(first, last):
+                for number in range(first, last):
+                    position = order[number]
                     block = blocks[position]
                     engine_at_position = engine_at_kv + block * engine_block
                     chunk_at_position = chunk_at_kv + position * chunk_block

@@ -82,6 +82,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         slots: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -99,7 +100,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[layer]
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
+            for number in range(first, last):
+                position = order[number]
                 slot = slots[position]
                 if slot < 0:
                     continue
@@ -107,7 +109,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
                 token = slot - block * block_size
                 engine_at_position = engine_at_layer + block * engine_block + token * engine_token
                 chunk_at_position = chunk_at_layer + position * chunk_token
-                slot_ahead = slots[min(position + AHEAD, last - 1)]
+                slot_ahead = slots[order[min(number + AHEAD, last - 1)]]
                 if slot_ahead != slot + AHEAD:
                     block_ahead = slot_ahead // block_size
                     token_ahead = slot_ahead - block_ahead * block_size
@@ -123,6 +125,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         blocks: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -141,7 +144,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[layer]
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
+            for number in range(first, last):
+                position = order[number]
                 block = blocks[position]
                 engine_at_position = engine_at_layer + block * engine_block
                 chunk_at_position = chunk_at_layer + position * chunk_block
@@ -156,6 +160,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         slots: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -173,7 +178,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[layer]
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
+            for number in range(first, last):
+                position = order[number]
                 slot = slots[position]
                 if slot < 0:
                     continue
@@ -189,6 +195,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         blocks: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -207,7 +214,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             run = geometry[layer, RUN]
             engine_at_layer = pointers[layer]
             chunk_at_layer = chunk + layer * chunk_layer
-            for position in range(first, last):
+            for number in range(first, last):
+                position = order[number]
                 block = blocks[position]
                 engine_at_position = engine_at_layer + block * engine_block
                 chunk_at_position = chunk_at_layer + position * chunk_block

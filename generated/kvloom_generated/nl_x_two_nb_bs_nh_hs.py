@@ -97,6 +97,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         slots: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -123,7 +124,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             for kv in range(kv_count):
                 engine_at_kv = engine_at_layer + kv * engine_kv
                 chunk_at_kv = chunk_at_layer + kv * chunk_kv
-                for position in range(first, last):
+                for number in range(first, last):
+                    position = order[number]
                     slot = slots[position]
                     if slot < 0:
                         continue
@@ -131,7 +133,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
                     token = slot - block * block_size
                     engine_at_position = engine_at_kv + block * engine_block + token * engine_token
                     chunk_at_position = chunk_at_kv + position * chunk_token
-                    slot_ahead = slots[min(position + AHEAD, last - 1)]
+                    slot_ahead = slots[order[min(number + AHEAD, last - 1)]]
                     if slot_ahead != slot + AHEAD:
                         block_ahead = slot_ahead // block_size
                         token_ahead = slot_ahead - block_ahead * block_size
@@ -152,6 +154,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         blocks: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -179,7 +182,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             for kv in range(kv_count):
                 engine_at_kv = engine_at_layer + kv * engine_kv
                 chunk_at_kv = chunk_at_layer + kv * chunk_kv
-                for position in range(first, last):
+                for number in range(first, last):
+                    position = order[number]
                     block = blocks[position]
                     engine_at_position = engine_at_kv + block * engine_block
                     chunk_at_position = chunk_at_kv + position * chunk_block
@@ -197,6 +201,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         slots: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -223,7 +228,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             for kv in range(kv_count):
                 engine_at_kv = engine_at_layer + kv * engine_kv
                 chunk_at_kv = chunk_at_layer + kv * chunk_kv
-                for position in range(first, last):
+                for number in range(first, last):
+                    position = order[number]
                     slot = slots[position]
                     if slot < 0:
                         continue
@@ -242,6 +248,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         blocks: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -269,7 +276,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             for kv in range(kv_count):
                 engine_at_kv = engine_at_layer + kv * engine_kv
                 chunk_at_kv = chunk_at_layer + kv * chunk_kv
-                for position in range(first, last):
+                for number in range(first, last):
+                    position = order[number]
                     block = blocks[position]
                     engine_at_position = engine_at_kv + block * engine_block
                     chunk_at_position = chunk_at_kv + position * chunk_block

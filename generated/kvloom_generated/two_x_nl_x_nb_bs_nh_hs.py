@@ -93,6 +93,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         slots: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -118,7 +119,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             for kv in range(kv_count):
                 engine_at_kv = pointers[kv * layers + layer]
                 chunk_at_kv = chunk_at_layer + kv * chunk_kv
-                for position in range(first, last):
+                for number in range(first, last):
+                    position = order[number]
                     slot = slots[position]
                     if slot < 0:
                         continue
@@ -126,7 +128,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
                     token = slot - block * block_size
                     engine_at_position = engine_at_kv + block * engine_block + token * engine_token
                     chunk_at_position = chunk_at_kv + position * chunk_token
-                    slot_ahead = slots[min(position + AHEAD, last - 1)]
+                    slot_ahead = slots[order[min(number + AHEAD, last - 1)]]
                     if slot_ahead != slot + AHEAD:
                         block_ahead = slot_ahead // block_size
                         token_ahead = slot_ahead - block_ahead * block_size
@@ -147,6 +149,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         blocks: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -173,7 +176,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             for kv in range(kv_count):
                 engine_at_kv = pointers[kv * layers + layer]
                 chunk_at_kv = chunk_at_layer + kv * chunk_kv
-                for position in range(first, last):
+                for number in range(first, last):
+                    position = order[number]
                     block = blocks[position]
                     engine_at_position = engine_at_kv + block * engine_block
                     chunk_at_position = chunk_at_kv + position * chunk_block
@@ -191,6 +195,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         slots: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -216,7 +221,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             for kv in range(kv_count):
                 engine_at_kv = pointers[kv * layers + layer]
                 chunk_at_kv = chunk_at_layer + kv * chunk_kv
-                for position in range(first, last):
+                for number in range(first, last):
+                    position = order[number]
                     slot = slots[position]
                     if slot < 0:
                         continue
@@ -235,6 +241,7 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
         pointers: Int64Array,
         chunk: int,
         blocks: Int64Array,
+        order: Int64Array,
         geometry: Int64Array,
         layer_first: int,
         layer_last: int,
@@ -261,7 +268,8 @@ def kernels(helpers: str, streaming: bool = False) -> Kernels:
             for kv in range(kv_count):
                 engine_at_kv = pointers[kv * layers + layer]
                 chunk_at_kv = chunk_at_layer + kv * chunk_kv
-                for position in range(first, last):
+                for number in range(first, last):
+                    position = order[number]
                     block = blocks[position]
                     engine_at_position = engine_at_kv + block * engine_block
                     chunk_at_position = chunk_at_kv + position * chunk_block

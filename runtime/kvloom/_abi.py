@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 Attention = Literal["mha", "mla"]
 
-# Arguments, in order: pointers, chunk, index, geometry, layer_first, layer_last, first, last.
+# Arguments: pointers, chunk, index, order, geometry, layer_first, layer_last, first, last. Entries
+# first to last of ``order`` are the positions of the index that are moved, one by one.
 Kernel: TypeAlias = Callable[
-    ["Int64Array", int, "Int64Array", "Int64Array", int, int, int, int], None
+    ["Int64Array", int, "Int64Array", "Int64Array", "Int64Array", int, int, int, int], None
 ]
 
 # Tensors in pointer order and a chunk seen as [token, kv, layer, head, elem]: each tensor as

@@ -54,7 +54,7 @@ _warned = False
 
 # What kernels are called with, in the order of kvloom._abi.Kernel.
 _INT, _ROW, _TABLE = types.int64, types.int64[::1], types.int64[:, ::1]
-_SIGNATURE = (_ROW, _INT, _ROW, _TABLE, _INT, _INT, _INT, _INT)
+_SIGNATURE = (_ROW, _INT, _ROW, _ROW, _TABLE, _INT, _INT, _INT, _INT)
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 

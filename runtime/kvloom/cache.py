@@ -15,7 +15,7 @@ from kvloom.arguments import index_array, integer
 from kvloom.chunk import contiguous, obstacle, shape
 from kvloom.geometry import read_groups
 from kvloom.indexing import move
-from kvloom.moves import Move, carry_out, streamed_from
+from kvloom.moves import Move, carry_out, order_of, streamed_from
 from kvloom.overlap import Ranges, check_apart, check_self
 from kvloom.select import ADDRESSINGS, OPS, Selection, choose_backend, describe, plan, refusal
 from kvloom.tensors import Home, flatten, to_host, unaddressable
@@ -302,7 +302,8 @@ class Cache:
             whole = count if addressing == "slots" else one.tokens // block_size
             if skip < whole:
                 kernel = self._kernel(op, addressing, nbytes, one.run)
-                moves.append(Move(kernel, pointers, address, index, one.geometry, skip, whole))
+                order = order_of(op, index, skip, whole, nbytes)
+                moves.append(Move(kernel, pointers, address, index, order, one.geometry))
             if whole < count:
                 # The chunk ends inside the last block: its tokens there move by slots.
                 done = whole * block_size
@@ -310,7 +311,8 @@ class Cache:
                 by_slots = self._plan(op, "slots", what, number, tensor, chunk)
                 kernel = self._kernel(op, "slots", nbytes, by_slots.run)
                 address += done * one.token_stride
-                moves.append(Move(kernel, pointers, address, left, by_slots.geometry, 0, len(left)))
+                order = order_of(op, left, 0, len(left), nbytes)
+                moves.append(Move(kernel, pointers, address, left, order, by_slots.geometry))
         carry_out(moves, nbytes)
 
     def _written(

@@ -5,35 +5,47 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from kvloom.pool import share
 from kvloom.processors import last_level_cache, threads
 
 if TYPE_CHECKING:
     from kvloom._abi import Int64Array, Kernel
+    from kvloom.select import Op
 
 # Below this many bytes other threads fetch from each other's caches what one has in its own.
 SHARED_FROM = 4 << 20
 LINE = 64  # bytes of a cache line
 # Several parts to a thread: one that starts late then does fewer of them.
 PARTS_PER_THREAD = 4
+# A call of fewer bytes than the first reads from caches anyway. The second are those of one slot or
+# block, over all layers and planes: where it has fewer, sorting takes longer than it saves.
+SORTED_FROM = 4 << 20
+SORTED_EACH = 8 << 10
+
+# All positions in order, of as many entries as any call has had.
+_positions = np.arange(4096, dtype=np.int64)
 
 
 class Move(NamedTuple):
-    """What one group moves under one addressing: a kernel, and all its arguments but the layers."""
+    """What one group moves under one addressing: a kernel, and what it is given for all its work.
+
+    ``order`` has the positions of ``slots_or_blocks`` that are moved.
+    """
 
     kernel: Kernel
     pointers: Int64Array
     chunk: int
     slots_or_blocks: Int64Array
+    order: Int64Array
     geometry: Int64Array
-    first: int
-    last: int
 
 
 class _Part(NamedTuple):
     move: Move
     layers: range
-    positions: range
+    numbers: range
 
 
 def streamed_from(run: int) -> int | None:
@@ -52,12 +64,29 @@ def shared_from() -> int | None:
     return SHARED_FROM if threads() > 1 else None
 
 
+def order_of(op: Op, index: Int64Array, first: int, last: int, nbytes: int) -> Int64Array:
+    """The positions from ``first`` to ``last`` of slots or block ids, in the order to move them.
+
+    A large gather reads the engine upwards: memory answers rows in ascending order faster than rows
+    here and there, while for what is written, which waits in buffers, the order matters less.
+    """
+    global _positions
+    each = nbytes // max(1, last - first)
+    if op == "gather" and nbytes >= SORTED_FROM and each >= SORTED_EACH:
+        found = np.argsort(index[first:last])
+        return found + first if first else found
+    positions = _positions
+    if last > len(positions):
+        _positions = positions = np.arange(max(last, 2 * len(positions)), dtype=np.int64)
+    return positions[first:last]
+
+
 def carry_out(moves: Sequence[Move], nbytes: int) -> None:
     """Move everything, ``nbytes`` in all; no move depends on another."""
     enough = shared_from()
     if enough is None or nbytes < enough:
         for move in moves:
-            _carry_out(_Part(move, range(len(move.geometry)), range(move.first, move.last)))
+            _carry_out(_Part(move, range(len(move.geometry)), range(len(move.order))))
         return
     helpers = threads() - 1
     count = PARTS_PER_THREAD * (helpers + 1)
@@ -66,16 +95,17 @@ def carry_out(moves: Sequence[Move], nbytes: int) -> None:
 
 
 def _carry_out(part: _Part) -> None:
-    move, layers, positions = part
+    move, layers, numbers = part
     move.kernel(
         move.pointers,
         move.chunk,
         move.slots_or_blocks,
+        move.order,
         move.geometry,
         layers.start,
         layers.stop,
-        positions.start,
-        positions.stop,
+        numbers.start,
+        numbers.stop,
     )
 
 
@@ -84,10 +114,10 @@ def _parts(move: Move, count: int) -> Iterator[_Part]:
 
     Planes need no cut of their own: each part does both for its tokens.
     """
-    layers, positions = range(len(move.geometry)), range(move.first, move.last)
+    layers, numbers = range(len(move.geometry)), range(len(move.order))
     each = -(-count // len(layers))
     for some in _split(layers, count):
-        for part in _split(positions, each):
+        for part in _split(numbers, each):
             yield _Part(move, some, part)
 
 

@@ -89,9 +89,9 @@ def kernel(one: Kernel) -> KernelText:
         step = [] if loop.engine == Expr(()) else [expression(loop.engine)]
         parts = [part for part in (engine, pointer) if part] + step
         if pointer or step:
-            engine = f"engine_at_{loop.variable}"
+            engine = f"engine_at_{loop.position or loop.variable}"
             lines += _assignment(engine, " + ".join(parts), indent=12 + 4 * depth)
-        at = f"chunk_at_{loop.variable}"
+        at = f"chunk_at_{loop.position or loop.variable}"
         lines.append(f"{at} = {chunk} + {expression(loop.chunk)}")
         chunk = at
         if loop.skips and one.ahead is not None:
@@ -124,7 +124,8 @@ def _assignment(name: str, value: str, indent: int) -> list[str]:
 def _entry(loop: Loop, index: str) -> tuple[str, ...]:
     if not loop.entry:
         return ()
-    lines = [f"{loop.entry} = {index}[{loop.variable}]"]
+    lines = [f"{loop.position} = order[{loop.variable}]"]
+    lines.append(f"{loop.entry} = {index}[{loop.position}]")
     if loop.skips:
         lines += [f"if {loop.entry} < 0:", "    continue"]
     lines += [f"{name} = {expression(value)}" for name, value in loop.lets]
@@ -135,7 +136,7 @@ def _prefetch(ahead: Ahead, loop: Loop, engine: str, run: str, indent: int) -> l
     """Ask for the rows of the slot that is AHEAD positions on, if it does not just follow."""
     last = expression(loop.last)
     lines = [
-        f"{ahead.entry} = slots[min({loop.variable} + AHEAD, {last} - 1)]",
+        f"{ahead.entry} = slots[order[min({loop.variable} + AHEAD, {last} - 1)]]",
         f"if {ahead.entry} != {loop.entry} + AHEAD:",
     ]
     lines += [f"    {name} = {expression(value)}" for name, value in ahead.lets]
