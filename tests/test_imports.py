@@ -17,8 +17,13 @@ FOLDERS = {"kvloom_codegen": "codegen", "kvloom_generated": "generated", "kvloom
 MAY_IMPORT = {
     "kvloom_codegen": {"jinja2", "pydantic", "pydantic_core", "yaml"},
     "kvloom_generated": {"kvloom", "numba", "numpy"},
-    "kvloom": {"kvloom_generated", "numba", "llvmlite", "numpy", "torch", "cuda"},
+    "kvloom": {
+        *("kvloom_generated", "numba", "llvmlite", "numpy", "torch", "cuda"),
+        *("lmcache", "msgspec"),  # where they are installed: see the tests below
+    },
 }
+# Imports LMCache, which alone imports it.
+PLUGIN = "kvloom.lmcache.plugin"
 LEAVES = ("kvloom._abi", "kvloom._forks", "kvloom._kernel")
 GENERATOR_ONLY = ("kvloom_codegen", "jinja2", "pydantic", "pydantic_core", "yaml")
 
@@ -52,9 +57,9 @@ def module_name(package: str, path: Path) -> str:
 
 
 def importable(package: str) -> list[str]:
-    """All modules of ``package`` but its ``__main__``, which is there to be run."""
+    """All modules of ``package`` but its ``__main__``, which is there to be run, and the plug-in."""
     names = (module_name(package, path) for path in files(package))
-    return [name for name in names if not name.endswith(".__main__")]
+    return [name for name in names if not name.endswith(".__main__") and name != PLUGIN]
 
 
 def imports(package: str) -> list[Import]:
@@ -160,9 +165,10 @@ print(*sorted(set(missing) & set(sys.modules)))
 """
 
 
-def test_kvloom_and_all_generated_modules_work_where_the_generator_is_not_installed() -> None:
+def test_all_modules_work_where_neither_the_generator_nor_lmcache_is_installed() -> None:
     modules = ["kvloom", *importable("kvloom"), *importable("kvloom_generated")]
-    result = run(WITHOUT_GENERATOR, ",".join(GENERATOR_ONLY), *modules)
+    missing = (*GENERATOR_ONLY, "lmcache", "msgspec")
+    result = run(WITHOUT_GENERATOR, ",".join(missing), *modules)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == []
 

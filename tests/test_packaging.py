@@ -104,7 +104,10 @@ def test_the_metadata_says_version_license_dependencies_and_extras(built: Built)
     assert metadata["Version"] == version["__version__"]
     assert metadata["License-Expression"] == "Apache-2.0"
     assert {entry.partition(">=")[0] for entry in plain} == {"numba", "numpy", "torch"}
-    assert set(metadata.get_all("Provides-Extra", [])) == {"codegen", "cuda12", "cuda13", "dev"}
+    extras = {"codegen", "cuda12", "cuda13", "dev", "lmcache"}
+    assert set(metadata.get_all("Provides-Extra", [])) == extras
+    (entry_points,) = built.installed.glob("kvloom-*.dist-info/entry_points.txt")
+    assert "[lmcache.device_plugins]" in entry_points.read_text(encoding="utf-8")
     assert list(metadata_file.parent.glob("licenses/LICENSE"))
 
 

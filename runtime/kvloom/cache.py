@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias
 
@@ -16,7 +18,7 @@ from kvloom.chunk import contiguous, obstacle, shape
 from kvloom.geometry import read_groups
 from kvloom.indexing import move
 from kvloom.moves import Move, carry_out, order_of, streamed_from
-from kvloom.overlap import Ranges, check_apart, check_self
+from kvloom.overlap import Ranges, check_apart, check_self, span
 from kvloom.select import ADDRESSINGS, OPS, Selection, choose_backend, describe, plan, refusal
 from kvloom.tensors import Home, flatten, to_host, unaddressable
 
@@ -54,12 +56,29 @@ def bind(
     home = Home(first.device if isinstance(first, torch.Tensor) else torch.device("cpu"))
     facts = [home.facts(what, tensor) for what, tensor in named]
     home.settle()
+    kept = [tensor for _, tensor in named]
+    return bind_facts(layout, counts, facts, block_size, home, kept, backend)
+
+
+def bind_facts(
+    layout: Layout,
+    counts: Sequence[int],
+    facts: Sequence[TensorFacts],
+    block_size: int | None,
+    home: Home,
+    tensors: Sequence[torch.Tensor] = (),
+    backend: Backend | None = None,
+) -> Cache:
+    """A cache over the tensors that have these facts, in lists of lengths ``counts``.
+
+    On the CPU it needs no tensors, but somebody must keep the memory alive.
+    """
     backend = choose_backend(home.device.type, backend)
     groups = read_groups(layout.facts, counts, facts, block_size)
     for one in {(one.shape, one.strides, one.itemsize): one for one in reversed(facts)}.values():
         check_self(one)
     check_apart(facts)
-    return Cache(layout, [tensor for _, tensor in named], facts, groups, home, backend)
+    return Cache(layout, tensors, facts, groups, home, backend)
 
 
 class Cache:
@@ -141,7 +160,7 @@ class Cache:
             chunks = self._new_chunks(request.tokens, chunk, zero=request.gaps)
         else:
             chunks = self._one_each("out", out)
-        self._transfer("gather", request, "out", chunks, chunk)
+        self.prepare("gather", request, "out", chunks, chunk).run()
         return chunks[0] if len(chunks) == 1 else chunks
 
     def scatter(
@@ -160,7 +179,7 @@ class Cache:
         tokens have holds bytes of any of them afterwards, in a large call also mixed.
         """
         request = self._request(slots, blocks, chunk, skip_prefix)
-        self._transfer("scatter", request, "source", self._one_each("source", source), chunk)
+        self.prepare("scatter", request, "source", self._one_each("source", source), chunk).run()
 
     def empty_chunk(self, tokens: int, chunk: str | None = None) -> Chunks:
         """A new contiguous chunk with undefined contents, one for each group if there are several.
@@ -226,30 +245,40 @@ class Cache:
         blocks: Indices | None,
         chunk: str | None,
         skip_prefix: int,
-    ) -> _Request:
+    ) -> Request:
         """What a call asks for, checked as far as it does not depend on the chunks."""
         if chunk is not None and not isinstance(chunk, str):
             kind = type(chunk).__name__
             raise TypeError(f"chunk: got {kind}, takes the name of a chunk layout")
-        addressing: Addressing
         if blocks is None and slots is not None:
-            addressing, given, limit = "slots", slots, self.capacity
-        elif slots is None and blocks is not None:
-            addressing, given, limit = "blocks", blocks, self._block_limit
-        else:
-            got = "neither" if slots is None else "both"
-            raise TypeError(f"slots, blocks: got {got}, takes one of them")
+            return self.request("slots", slots, skip_prefix)
+        if slots is None and blocks is not None:
+            return self.request("blocks", blocks, skip_prefix)
+        got = "neither" if slots is None else "both"
+        raise TypeError(f"slots, blocks: got {got}, takes one of them")
+
+    def request(
+        self,
+        addressing: Addressing,
+        given: Indices,
+        skip_prefix: int,
+        names: tuple[str, str] = ("", "skip_prefix"),
+    ) -> Request:
+        """Checked slots or block ids, of which the first ``skip_prefix`` are not looked at.
+
+        ``names`` are what errors call the two.
+        """
+        what = names[0] or addressing
+        limit = self.capacity if addressing == "slots" else self._block_limit
         if self._refused[addressing]:
             raise ValueError(self._refused[addressing])
         if isinstance(given, torch.Tensor):
-            given = to_host(addressing, given)
-        index = index_array(addressing, given)
+            given = to_host(what, given)
+        index = index_array(what, given)
         count = len(index)
-        skip = integer("skip_prefix", skip_prefix)
+        skip = integer(names[1], skip_prefix)
         if not 0 <= skip <= count:
-            raise ValueError(
-                f"skip_prefix: got {skip}, takes 0 to {count}, the number of {addressing}"
-            )
+            raise ValueError(f"{names[1]}: got {skip}, takes 0 to {count}, the number of {what}")
         moved = index[skip:] if skip else index
         least = greatest = 0
         if skip < count:
@@ -260,22 +289,25 @@ class Cache:
             takes = f"slots below {limit}"
             if addressing == "blocks":
                 takes = f"block ids from 0 to {limit - 1}"
-            raise ValueError(
-                f"{addressing}: got {index[position]} at position {position}, takes {takes}"
-            )
+            raise ValueError(f"{what}: got {index[position]} at position {position}, takes {takes}")
         tokens = count if addressing == "slots" else count * (self.block_size or 1)
-        return _Request(addressing, index, count, skip, tokens, skip > 0 or least < 0)
+        return Request(addressing, what, index, count, skip, tokens, skip > 0 or least < 0)
 
-    def _transfer(
+    def prepare(
         self,
         op: Op,
-        request: _Request,
+        request: Request,
         what: str,
         chunks: tuple[torch.Tensor, ...],
-        chunk: str | None,
-    ) -> None:
-        """Check the chunks against a request, then move what it asks for."""
-        addressing, index, count, skip, _, _ = request
+        chunk: str | None = None,
+        tokens: int | None = None,
+    ) -> Transfer:
+        """Check the chunks, which errors call ``what``, against a request.
+
+        Running the transfer that is returned can't fail. The chunks must outlive it. ``tokens`` are
+        those of the whole call where this is a part of one.
+        """
+        addressing, _, index, count, skip, _, _ = request
         plans = self._plans_for(op, addressing, what, chunks, chunk)
         for number, (tensor, one) in enumerate(zip(chunks, plans, strict=True)):
             self._check_tokens(request, self._name(what, number), one.tokens)
@@ -286,16 +318,16 @@ class Cache:
             check_apart(
                 [self._home.facts(self._name(what, n), tensor) for n, tensor in enumerate(chunks)]
             )
+        moves: list[Move] = []
         if skip == count:
-            return
+            return Transfer(moves, 0)
         if self._written(op, index, chunks, plans):
             index = index.copy()
             request = request._replace(slots_or_blocks=index)
         if self.backend == "torch":
-            self._index(op, request, chunks, plans)
-            return
-        nbytes = self._token_bytes * request.tokens * (count - skip) // count
-        moves: list[Move] = []
+            return Transfer(moves, 0, [partial(self._index, op, request, chunks, plans)])
+        moved = request.tokens * (count - skip) // count
+        nbytes = self._token_bytes * (tokens or moved)
         for number, (tensor, one) in enumerate(zip(chunks, plans, strict=True)):
             pointers, address = self.groups[number].pointers, tensor.data_ptr()
             block_size = self.groups[number].block_size or 1
@@ -313,7 +345,30 @@ class Cache:
                 address += done * one.token_stride
                 order = order_of(op, left, 0, len(left), nbytes)
                 moves.append(Move(kernel, pointers, address, left, order, by_slots.geometry))
-        carry_out(moves, nbytes)
+        return Transfer(moves, nbytes)
+
+    def prepare_all(
+        self, op: Op, parts: Sequence[tuple[Request, str, torch.Tensor]], chunk: str | None
+    ) -> Transfer:
+        """One transfer for several chunks of a cache with one group, each with its name.
+
+        ValueError also where the chunks of a gather share bytes.
+        """
+        tokens = sum(request.tokens for request, _, _ in parts)
+        found = [
+            self.prepare(op, request, what, (tensor,), chunk, tokens)
+            for request, what, tensor in parts
+        ]
+        if op == "gather" and len(parts) > 1:
+            facts = [self._home.facts(what, tensor) for _, what, tensor in parts]
+            ends = sorted((one.address, one.address + span(one)) for one in facts)
+            if any(two[0] < one[1] for one, two in pairwise(ends)):
+                check_apart(facts)
+        return Transfer(
+            [move for one in found for move in one.moves],
+            self._token_bytes * tokens,
+            [run for one in found for run in one.indexing],
+        )
 
     def _written(
         self, op: Op, index: Int64Array, chunks: tuple[torch.Tensor, ...], plans: Sequence[Plan]
@@ -330,7 +385,7 @@ class Cache:
         )
 
     def _index(
-        self, op: Op, request: _Request, chunks: tuple[torch.Tensor, ...], plans: Sequence[Plan]
+        self, op: Op, request: Request, chunks: tuple[torch.Tensor, ...], plans: Sequence[Plan]
     ) -> None:
         """Move what a request asks for by torch's indexing."""
         for group, tensor, one in zip(self.groups, chunks, plans, strict=True):
@@ -361,17 +416,18 @@ class Cache:
         }
         return found
 
-    def _check_tokens(self, request: _Request, what: str, tokens: int) -> None:
+    def _check_tokens(self, request: Request, what: str, tokens: int) -> None:
         """ValueError where a chunk has more or fewer tokens than a request names."""
         if request.addressing == "slots":
             if tokens != request.length:
                 raise ValueError(
-                    f"slots: got {request.length}, takes {tokens}, one for each token of {what}"
+                    f"{request.what}: got {request.length}, takes {tokens}, one for each token of "
+                    f"{what}"
                 )
         elif -(-tokens // (self.block_size or 1)) != request.length:
             raise ValueError(
-                f"blocks: got {request.length}, which is {request.tokens} tokens; takes as many as "
-                f"cover the {tokens} tokens of {what} in blocks of {self.block_size}"
+                f"{request.what}: got {request.length}, which is {request.tokens} tokens; takes as "
+                f"many as cover the {tokens} tokens of {what} in blocks of {self.block_size}"
             )
 
     def _plans_for(
@@ -479,16 +535,41 @@ class Cache:
         return what if len(self.groups) == 1 else f"{what}[{number}]"
 
 
-class _Request(NamedTuple):
+class Transfer(NamedTuple):
+    """What a checked call has left to do: moves of ``nbytes`` in all, or torch's indexing."""
+
+    moves: Sequence[Move]
+    nbytes: int
+    indexing: Sequence[Callable[[], None]] = ()
+
+    def run(self) -> None:
+        """Move every byte."""
+        for index in self.indexing:
+            index()
+        carry_out(self.moves, self.nbytes)
+
+
+class Request(NamedTuple):
     """A call without its chunks: where it reads or writes in the engine.
 
-    There are ``length`` slots or block ids, which span ``tokens``; ``gaps`` says whether some of
-    these are not moved.
+    There are ``length`` slots or block ids, called ``what`` in errors, which span ``tokens``;
+    ``gaps`` says whether some of these are not moved.
     """
 
     addressing: Addressing
+    what: str
     slots_or_blocks: Int64Array
     length: int
     skip: int
     tokens: int
     gaps: bool
+
+    def part(self, first: int, last: int, block_size: int) -> Request:
+        """What of a request by blocks is about its entries from ``first`` to ``last``."""
+        skip = min(max(self.skip - first, 0), last - first)
+        return self._replace(
+            slots_or_blocks=self.slots_or_blocks[first:last],
+            length=last - first,
+            skip=skip,
+            tokens=(last - first) * block_size,
+        )

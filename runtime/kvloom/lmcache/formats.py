@@ -1,0 +1,254 @@
+"""An engine's paged cache as LMCache's calls describe it, bound to its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvloom._forks import held_across_forks
+from kvloom.cache import bind_facts
+from kvloom.geometry import TensorFacts, flat_slots, layout_text, shape_of
+from kvloom.tensors import Home, to_host, unaddressable
+
+if TYPE_CHECKING:
+    from kvloom.cache import Cache
+    from kvloom.engine_layout import Layout
+
+# Caches that were bound before, by all that they were bound to: an engine shows the same again and
+# again, and binding costs more than moving a few tokens.
+_MOST_CACHES = 256
+_caches: dict[tuple[Any, ...], Cache] = {}
+_remembering = held_across_forks(Lock())
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a call says of a paged cache: counts, elements of a head, bytes of an element.
+
+    ``row`` has the elements of one plane's token, ``head_size`` is 0 where the call does not say,
+    and so is ``block_size``. ``block_stride`` is in elements, 0 for tight blocks.
+    """
+
+    layers: int
+    slots: int
+    block_size: int
+    row: int
+    head_size: int
+    dtype: torch.dtype
+    block_stride: int = 0
+
+
+def planes(layout: Layout) -> int:
+    """The planes of a chunk with all that a layout holds."""
+    return 2 if "kv" in layout.chunk.axes[0] else 1
+
+
+def packed(layout: Layout) -> bool:
+    """Whether a token's row has K and V by turns, head by head."""
+    return planes(layout) == 1 and "kv" in layout.facts.memory
+
+
+def by_head(layout: Layout) -> bool:
+    """Whether heads of a token lie apart, so that rows must be cut into heads."""
+    memory = [axis for axis in layout.facts.memory if axis != "one"]
+    return "head" in memory and "token" in memory[memory.index("head") :]
+
+
+def by_block(layout: Layout) -> bool:
+    """Whether a slot's address depends on how many tokens a block has."""
+    memory = [axis for axis in layout.facts.memory if axis != "one"]
+    return memory.index("token") != memory.index("block") + 1
+
+
+def is_pointers(given: object) -> bool:
+    """Whether a call's tensors are given as a tensor of addresses."""
+    return (
+        isinstance(given, torch.Tensor)
+        and given.dim() == 1
+        and given.dtype in (torch.int64, torch.uint64)
+    )
+
+
+def cache_of(layout: Layout, given: Any, what: str, sizes: Sizes) -> Cache:
+    """The cache that a call speaks of. Errors call its tensors or addresses ``what``."""
+    if layout.unsupported:
+        raise ValueError(
+            f"engine_kv_format: got {layout.name}, which no kernel moves: {layout.unsupported}"
+        )
+    if is_pointers(given):
+        return _by_address(layout, given, what, sizes)
+    return _by_tensor(layout, given, what, sizes)
+
+
+def _extents(layout: Layout, sizes: Sizes) -> dict[str, int]:
+    """The sizes of a layout's axes; ValueError where the call leaves one open."""
+    block_size = sizes.block_size
+    if not block_size:
+        if by_block(layout) or sizes.block_stride:
+            raise ValueError(
+                f"block_size: got 0, takes the tokens of a block, on which the addresses of "
+                f"{layout.name} depend"
+            )
+        block_size = 1
+    if sizes.slots < 1 or sizes.slots % block_size:
+        raise ValueError(
+            f"page_buffer_size: got {sizes.slots}, takes a multiple of the block size, {block_size}"
+        )
+    found = {"layer": sizes.layers, "kv": 2, "one": 1, "token": block_size}
+    found["block"] = sizes.slots // block_size
+    width = sizes.head_size
+    if not width:
+        if by_head(layout):
+            raise ValueError(
+                f"head_size: got 0, takes the elements of a head, since {layout.name} keeps heads "
+                "apart"
+            )
+        width = sizes.row * (2 if packed(layout) else 1)
+    if packed(layout):
+        if width % 2:
+            raise ValueError(f"head_size: got {width}, takes K and V of a head, an even number")
+        width //= 2
+    if sizes.row % width:
+        raise ValueError(
+            f"head_size: got {sizes.head_size}, takes what divides a plane's row of {sizes.row} "
+            "elements"
+        )
+    if "head" in layout.facts.memory:
+        found["head"], found["elem"] = sizes.row // width, width
+    else:
+        found["elem"] = sizes.row
+    return found
+
+
+def _by_address(layout: Layout, given: torch.Tensor, what: str, sizes: Sizes) -> Cache:
+    addresses = to_host(what, given if given.dtype == torch.int64 else given.view(torch.int64))
+    key = (layout.name, addresses.tobytes(), sizes)
+    found = _caches.get(key)
+    if found is not None:
+        return found
+    extents = _extents(layout, sizes)
+    counts = [extents[axis] for axis in layout.facts.lists]
+    if len(addresses) != prod(counts):
+        raise ValueError(
+            f"{what}: got {len(addresses)} addresses, takes {prod(counts)} for {sizes.layers} "
+            f"layers; {layout.name} takes {layout_text(layout.facts)}"
+        )
+    if not addresses.all():
+        raise ValueError(
+            f"{what}: got 0 at position {int((addresses == 0).argmax())}, takes addresses"
+        )
+    shape = shape_of(layout.facts.axes, extents)
+    strides = _strides(layout, extents, sizes.block_stride)
+    itemsize, dtype = sizes.dtype.itemsize, str(sizes.dtype).removeprefix("torch.")
+    facts = [
+        TensorFacts(f"{what}[{number}]", address, shape, strides, itemsize, dtype)
+        for number, address in enumerate(addresses.tolist())
+    ]
+    block_size = extents["token"] if flat_slots(layout.facts) else None
+    cache = bind_facts(layout, counts, facts, block_size, Home(torch.device("cpu")))
+    return _remember(key, cache)
+
+
+def _strides(layout: Layout, extents: dict[str, int], block_stride: int) -> tuple[int, ...]:
+    """Element strides of one tensor whose blocks lie ``block_stride`` apart; 0 is tight."""
+    steps, size = [], 1
+    for dim in reversed(layout.facts.axes):
+        if block_stride and "block" in dim:
+            tight = size * prod(extents[axis] for axis in dim if axis != "block")
+            if block_stride < tight or (dim != ("block",) and block_stride != tight):
+                raise ValueError(
+                    f"block_stride_elems: got {block_stride}, takes "
+                    f"{tight}{' or more' if dim == ('block',) else ''}, the elements of a block"
+                )
+            size = block_stride if dim == ("block",) else size
+        steps.append(size)
+        size *= prod(extents.get(axis, 1) for axis in dim)
+    return tuple(reversed(steps))
+
+
+def _by_tensor(layout: Layout, given: Any, what: str, sizes: Sizes) -> Cache:
+    counts = [sizes.layers if axis == "layer" else 2 for axis in layout.facts.lists]
+    named = list(_leaves(given, what, counts))
+    if len(named) != prod(counts):
+        raise ValueError(
+            f"{what}: got {len(named)} tensors, takes {prod(counts)} for {sizes.layers} layers; "
+            f"{layout.name} takes {layout_text(layout.facts)}"
+        )
+    home = Home(named[0][1].device)
+    on_cpu = home.device.type == "cpu"
+    key = (layout.name, sizes, *(_identity(one, tensor) for one, tensor in named))
+    found = _caches.get(key) if on_cpu else None
+    if found is not None:
+        return found
+    tensors = [_as(layout, sizes, one, tensor) for one, tensor in named]
+    facts = [home.facts(one, tensor) for (one, _), tensor in zip(named, tensors, strict=True)]
+    home.settle()
+    block_size = sizes.block_size or None if flat_slots(layout.facts) else None
+    cache = bind_facts(layout, counts, facts, block_size, home, () if on_cpu else tensors)
+    for name, said, found_size in (
+        ("layers", sizes.layers, cache.layers),
+        ("block_size", sizes.block_size, cache.block_size),
+        ("page_buffer_size", sizes.slots, cache.capacity),
+    ):
+        if said and found_size is not None and said != found_size:
+            raise ValueError(f"{name}: got {said}, takes {found_size} as {what} shows")
+    return _remember(key, cache) if on_cpu else cache
+
+
+def _leaves(given: Any, what: str, counts: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in pointer order: one, a flat list, or a list nested as the levels are."""
+    if isinstance(given, torch.Tensor):
+        yield what, given
+        return
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(
+            f"{what}: got {type(given).__name__}, takes a 1-D int64 or uint64 tensor of addresses, "
+            "a tensor, or a list of tensors"
+        )
+    nested = any(isinstance(one, (list, tuple)) for one in given)
+    if nested and len(given) != (counts[0] if len(counts) > 1 else 1):
+        raise ValueError(f"{what}: got {len(given)} entries, takes {counts[0] if counts else 1}")
+    for number, one in enumerate(given):
+        yield from _leaves(one, f"{what}[{number}]", counts[1:])
+
+
+def _identity(what: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """All of a tensor that a bound cache depends on."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{what}: got a tensor of layout {tensor.layout}, takes a strided one")
+    return (
+        tensor.data_ptr(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        unaddressable(tensor),
+    )
+
+
+def _as(layout: Layout, sizes: Sizes, what: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A view of ``tensor`` in the dimensions of its layout, which may have been merged or split."""
+    if tensor.dim() == len(layout.facts.axes):
+        return tensor
+    shape = shape_of(layout.facts.axes, _extents(layout, sizes))
+    try:
+        return tensor.view(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{what}: got shape {tuple(tensor.shape)} with strides {tensor.stride()}, takes "
+            f"{shape} for {layout.name}, or a view of it"
+        ) from None
+
+
+def _remember(key: tuple[Any, ...], cache: Cache) -> Cache:
+    with _remembering:
+        if len(_caches) >= _MOST_CACHES:
+            del _caches[next(iter(_caches))]
+        _caches[key] = cache
+    return cache
