@@ -57,7 +57,7 @@ def module_name(package: str, path: Path) -> str:
 
 
 def importable(package: str) -> list[str]:
-    """All modules of ``package`` but its ``__main__``, which is there to be run, and the plug-in."""
+    """All modules of ``package`` but the plug-in, and ``__main__``, which is there to be run."""
     names = (module_name(package, path) for path in files(package))
     return [name for name in names if not name.endswith(".__main__") and name != PLUGIN]
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from kvloom._forks import held_across_forks
 from kvloom.cache import bind_facts
 from kvloom.geometry import TensorFacts, flat_slots, layout_text, shape_of
-from kvloom.tensors import Home, to_host, unaddressable
+from kvloom.tensors import Home, to_host
 
 if TYPE_CHECKING:
     from kvloom.cache import Cache
@@ -22,8 +22,15 @@ if TYPE_CHECKING:
 # Caches that were bound before, by all that they were bound to: an engine shows the same again and
 # again, and binding costs more than moving a few tokens.
 _MOST_CACHES = 256
-_caches: dict[tuple[Any, ...], Cache] = {}
+_caches: dict[tuple[Any, ...], _Known] = {}
 _remembering = held_across_forks(Lock())
+
+
+class _Known(NamedTuple):
+    """A cache, and what its tensors were seen to be, if it was bound to tensors."""
+
+    cache: Cache
+    seen: list[tuple[Any, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ def _by_address(layout: Layout, given: torch.Tensor, what: str, sizes: Sizes) ->
     key = (layout.name, addresses.tobytes(), sizes)
     found = _caches.get(key)
     if found is not None:
-        return found
+        return found.cache
     extents = _extents(layout, sizes)
     counts = [extents[axis] for axis in layout.facts.lists]
     if len(addresses) != prod(counts):
@@ -151,7 +158,8 @@ def _by_address(layout: Layout, given: torch.Tensor, what: str, sizes: Sizes) ->
     ]
     block_size = extents["token"] if flat_slots(layout.facts) else None
     cache = bind_facts(layout, counts, facts, block_size, Home(torch.device("cpu")))
-    return _remember(key, cache)
+    _remember(key, _Known(cache))
+    return cache
 
 
 def _strides(layout: Layout, extents: dict[str, int], block_stride: int) -> tuple[int, ...]:
@@ -172,6 +180,10 @@ def _strides(layout: Layout, extents: dict[str, int], block_stride: int) -> tupl
 
 
 def _by_tensor(layout: Layout, given: Any, what: str, sizes: Sizes) -> Cache:
+    places, seen = _seen(given)
+    found = _caches.get((layout.name, sizes, places)) if places else None
+    if found is not None and found.seen == seen:
+        return found.cache
     counts = [sizes.layers if axis == "layer" else 2 for axis in layout.facts.lists]
     named = list(_leaves(given, what, counts))
     if len(named) != prod(counts):
@@ -181,10 +193,6 @@ def _by_tensor(layout: Layout, given: Any, what: str, sizes: Sizes) -> Cache:
         )
     home = Home(named[0][1].device)
     on_cpu = home.device.type == "cpu"
-    key = (layout.name, sizes, *(_identity(one, tensor) for one, tensor in named))
-    found = _caches.get(key) if on_cpu else None
-    if found is not None:
-        return found
     tensors = [_as(layout, sizes, one, tensor) for one, tensor in named]
     facts = [home.facts(one, tensor) for (one, _), tensor in zip(named, tensors, strict=True)]
     home.settle()
@@ -197,7 +205,42 @@ def _by_tensor(layout: Layout, given: Any, what: str, sizes: Sizes) -> Cache:
     ):
         if said and found_size is not None and said != found_size:
             raise ValueError(f"{name}: got {said}, takes {found_size} as {what} shows")
-    return _remember(key, cache) if on_cpu else cache
+    if on_cpu and places:
+        _remember((layout.name, sizes, places), _Known(cache, seen))
+    return cache
+
+
+def _seen(given: Any) -> tuple[tuple[int, ...], list[tuple[Any, ...]]]:
+    """Where tensors lie, and all else of them that a bound cache depends on; nothing if unknown.
+
+    Quick, since it is asked at every call: the set of dispatch keys has device, layout and kind.
+    """
+    tensors = [given] if isinstance(given, torch.Tensor) else list(flat(given))
+    try:
+        return tuple(map(torch.Tensor.data_ptr, tensors)), [
+            (
+                tensor.shape,
+                tensor.stride(),
+                tensor.dtype,
+                torch._C._dispatch_keys(tensor).raw_repr(),
+                tensor.requires_grad,
+            )
+            for tensor in tensors
+        ]
+    except (RuntimeError, NotImplementedError, TypeError):  # to be refused, with a reason
+        return (), []
+
+
+def flat(given: Any) -> Iterator[Any]:
+    """What lists and tuples hold, one after the other."""
+    if not isinstance(given, (list, tuple)):
+        yield given
+        return
+    for one in given:
+        if isinstance(one, (list, tuple)):
+            yield from flat(one)
+        else:
+            yield one
 
 
 def _leaves(given: Any, what: str, counts: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -217,21 +260,6 @@ def _leaves(given: Any, what: str, counts: Sequence[int]) -> Iterator[tuple[str,
         yield from _leaves(one, f"{what}[{number}]", counts[1:])
 
 
-def _identity(what: str, tensor: torch.Tensor) -> tuple[Any, ...]:
-    """All of a tensor that a bound cache depends on."""
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{what}: got a tensor of layout {tensor.layout}, takes a strided one")
-    return (
-        tensor.data_ptr(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-        unaddressable(tensor),
-    )
-
-
 def _as(layout: Layout, sizes: Sizes, what: str, tensor: torch.Tensor) -> torch.Tensor:
     """A view of ``tensor`` in the dimensions of its layout, which may have been merged or split."""
     if tensor.dim() == len(layout.facts.axes):
@@ -246,9 +274,8 @@ def _as(layout: Layout, sizes: Sizes, what: str, tensor: torch.Tensor) -> torch.
         ) from None
 
 
-def _remember(key: tuple[Any, ...], cache: Cache) -> Cache:
+def _remember(key: tuple[Any, ...], known: _Known) -> None:
     with _remembering:
         if len(_caches) >= _MOST_CACHES:
             del _caches[next(iter(_caches))]
-        _caches[key] = cache
-    return cache
+        _caches[key] = known

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from kvloom.arguments import index_array, integer
 from kvloom.moves import shared_from
+from kvloom.overlap import check_apart, check_self
 from kvloom.pool import share
 from kvloom.processors import threads
-from kvloom.tensors import to_host, unaddressable
+from kvloom.tensors import Home, to_host
 
 if TYPE_CHECKING:
     from kvloom._abi import Int64Array
@@ -57,20 +59,25 @@ def rotary_embedding_k_fused_strided(
     is_neox: bool,
 ) -> None:
     """``rotary_embedding_k_fused`` on [T, NH, ``head_stride``], a head being its first elements."""
-    heads = _heads(key, head_size, head_stride)
-    table = _table(cos_sin_cache, heads)
+    size = _head_size(key, head_size, head_stride)
+    rotated = _rotated(cos_sin_cache, size)
+    home = Home(key.device)
+    facts = home.facts("key", key)
+    table = cos_sin_cache.detach()
+    facts_of_table = home.facts("cos_sin_cache", table)
     if not isinstance(is_neox, (bool, int)):
         raise TypeError(f"is_neox: got {is_neox!r}, takes a bool")
-    count, limit = heads.shape[0], len(table)
+    count, limit = key.shape[0], table.shape[0]
     old = _positions("old_positions", old_positions, count, limit)
     new = _positions("new_positions", new_positions, count, limit)
-    turned = heads[..., : table.shape[1]]
+    turned = key[..., :rotated]
     if turned.numel() == 0:
         return
-    if key.device.type == "cpu":
-        _turn_here(turned, table, old, new, bool(is_neox))
-    else:
-        turn(turned, table, old, new, bool(is_neox))
+    check_self(facts)
+    check_apart([facts, facts_of_table])
+    with torch.inference_mode():  # key may have been made in that mode too
+        run = _turn_here if key.device.type == "cpu" else turn
+        run(turned, table, old, new, bool(is_neox))
 
 
 def turn(
@@ -81,7 +88,8 @@ def turn(
     wide = turned.float()
     x, y = (wide[..., :half], wide[..., half:]) if is_neox else (wide[..., ::2], wide[..., 1::2])
     (c, s), (c2, s2) = (
-        table[torch.from_numpy(at).to(table.device)][:, None].split(half, -1) for at in (old, new)
+        table[torch.from_numpy(at).to(table.device)].float()[:, None].split(half, -1)
+        for at in (old, new)
     )
     x, y = x * c + y * s, y * c - x * s
     x, y = x * c2 - y * s2, y * c2 + x * s2
@@ -92,19 +100,23 @@ def _turn_here(
     turned: torch.Tensor, table: torch.Tensor, old: Int64Array, new: Int64Array, is_neox: bool
 ) -> None:
     """Turn [T, NH, R] on the CPU, on several threads where that pays."""
-    step = max(1, _AT_ONCE // (turned.shape[1] * turned.shape[2]))
-    kernel, cos_sin = _kernel(), table.numpy()
-    step_x, step_y = (1, table.shape[1] // 2) if is_neox else (2, 1)
+    count, heads, rotated = turned.shape
+    width = min(heads, max(1, _AT_ONCE // rotated))
+    step = max(1, _AT_ONCE // (width * rotated))
+    kernel, rows = _kernel(), _rows_of(table)
 
     def work(part: range) -> None:
-        for first in range(part.start, part.stop, step):
-            last = min(first + step, part.stop)
-            some = turned[first:last]
-            wide = some.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-            kernel(wide.numpy(), cos_sin, old[first:last], new[first:last], step_x, step_y)
-            some.copy_(wide)
+        with torch.inference_mode():  # which is a thread's own
+            for first in range(part.start, part.stop, step):
+                last = min(first + step, part.stop)
+                undo, apply = rows(old[first:last]), rows(new[first:last])
+                for head in range(0, heads, width):
+                    some = turned[first:last, head : head + width]
+                    wide = some.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+                    kernel(wide.numpy(), *undo, *apply, is_neox)
+                    some.copy_(wide)
 
-    count, enough = len(turned), shared_from()
+    enough = shared_from()
     if enough is None or turned.numel() * 4 < enough // 4:
         work(range(count))
         return
@@ -116,18 +128,34 @@ def _turn_here(
     )
 
 
+def _rows_of(table: torch.Tensor) -> Callable[[Int64Array], tuple[Any, Int64Array]]:
+    """What gives, for positions, an array of float32 and the numbers of their rows in it.
+
+    Of a table in another form only rows that are used are converted: it may have many more.
+    """
+    if table.dtype is torch.float32 and table.is_contiguous():
+        whole = table.numpy()
+        return lambda positions: (whole, positions)
+    return lambda positions: (
+        table.index_select(0, torch.from_numpy(positions)).float().numpy(),
+        np.arange(len(positions)),
+    )
+
+
 @cache
 def _kernel() -> Callable[..., None]:
-    """Turn a contiguous float32 array; pair i is elements i·step_x and i·step_x + step_y."""
+    """Turn a contiguous float32 array [T, NH, R], given each token's rows in two tables."""
     from kvloom._kernel import kernel
 
-    def rotate(key: Any, cos_sin: Any, old: Any, new: Any, step_x: int, step_y: int) -> None:
-        half = cos_sin.shape[1] // 2
+    def rotate(
+        key: Any, undo_rows: Any, old: Any, apply_rows: Any, new: Any, is_neox: bool
+    ) -> None:
+        half = key.shape[2] // 2
         for token in range(key.shape[0]):
-            undo, apply = cos_sin[old[token]], cos_sin[new[token]]
+            undo, apply = undo_rows[old[token]], apply_rows[new[token]]
             for head in range(key.shape[1]):
                 row = key[token, head]
-                if step_x == 1:  # a loop of its own, which is compiled to vectors
+                if is_neox:  # a loop of its own, which is compiled to vectors
                     for i in range(half):
                         x, y = row[i], row[i + half]
                         x, y = x * undo[i] + y * undo[i + half], y * undo[i] - x * undo[i + half]
@@ -140,11 +168,19 @@ def _kernel() -> Callable[..., None]:
                         row[2 * i] = x * apply[i] - y * apply[i + half]
                         row[2 * i + 1] = y * apply[i] + x * apply[i + half]
 
-    return kernel(rotate)
+    found: Any = kernel(rotate)
+    # Compiled before anything changes: keeping it on a full disk fails, and only the first time.
+    table, none = np.zeros((1, 2), np.float32), np.zeros(0, np.int64)
+    try:
+        found(np.zeros((0, 1, 2), np.float32), table, none, table, none, True)
+    except OSError:
+        if not found.signatures:
+            raise
+    return cast("Callable[..., None]", found)
 
 
-def _heads(key: Any, head_size: Any, head_stride: Any) -> torch.Tensor:
-    """The part of ``key`` that may be turned, [T, NH, head_size]."""
+def _head_size(key: Any, head_size: Any, head_stride: Any) -> int:
+    """The elements of a head, once key has the shape that is said."""
     if not isinstance(key, torch.Tensor):
         raise TypeError(f"key: got {type(key).__name__}, takes a tensor")
     if key.dtype not in _DTYPES:
@@ -156,33 +192,27 @@ def _heads(key: Any, head_size: Any, head_stride: Any) -> torch.Tensor:
         raise ValueError(f"head_stride: got {stride}, takes head_size ({size}) or more")
     if key.dim() != 3 or key.shape[2] != stride:
         raise ValueError(f"key: got shape {tuple(key.shape)}, takes [T, NH, {stride}]")
-    reason = "is not strided" if key.layout is not torch.strided else unaddressable(key)
-    if reason:
-        raise ValueError(f"key: {reason}")
-    if key.requires_grad:
-        raise ValueError("key: requires grad, which a change in place would not track; detach it")
-    return key[..., :size]
+    return size
 
 
-def _table(cos_sin_cache: Any, heads: torch.Tensor) -> torch.Tensor:
-    """The cosines and sines in float32."""
-    if not isinstance(cos_sin_cache, torch.Tensor) or not cos_sin_cache.is_floating_point():
-        kind = getattr(cos_sin_cache, "dtype", type(cos_sin_cache).__name__)
-        raise TypeError(f"cos_sin_cache: got {kind}, takes a tensor of floating point numbers")
+def _rotated(cos_sin_cache: Any, head_size: int) -> int:
+    """The elements of a head that are rotated: the columns of the table."""
+    if not isinstance(cos_sin_cache, torch.Tensor):
+        raise TypeError(f"cos_sin_cache: got {type(cos_sin_cache).__name__}, takes a tensor")
+    if cos_sin_cache.dtype not in (*_DTYPES, torch.float64):
+        takes = "float32, float16, bfloat16 or float64"
+        raise TypeError(f"cos_sin_cache: got {cos_sin_cache.dtype}, takes {takes}")
     if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[1] % 2:
         raise ValueError(
             f"cos_sin_cache: got shape {tuple(cos_sin_cache.shape)}, takes [P, R] with an even R"
         )
-    if cos_sin_cache.shape[1] > heads.shape[2]:
+    columns = int(cos_sin_cache.shape[1])
+    if columns > head_size:
         raise ValueError(
-            f"cos_sin_cache: got {cos_sin_cache.shape[1]} columns, takes {heads.shape[2]} at most, "
-            "the elements of a head"
+            f"cos_sin_cache: got {columns} columns, takes {head_size} at most, the elements of a "
+            "head"
         )
-    if cos_sin_cache.device != heads.device:
-        raise ValueError(
-            f"cos_sin_cache: is on {cos_sin_cache.device}, takes {heads.device}, where key is"
-        )
-    return cos_sin_cache.detach().to(torch.float32).contiguous()
+    return columns
 
 
 def _positions(name: str, given: Any, count: int, limit: int) -> Int64Array:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvloom import registry
 from kvloom.arguments import integer
-from kvloom.lmcache.formats import Sizes, cache_of, is_pointers, packed, planes
+from kvloom.lmcache.formats import Sizes, cache_of, flat, is_pointers, packed, planes
 from kvloom.lmcache.wire import device_of, layout_of, operation
 
 if TYPE_CHECKING:
@@ -362,8 +362,7 @@ def _described(layout: Layout, shape_desc: Any, given: Any, objects: Sequence[An
         )
     layers = said["nl"]
     if not layers and not is_pointers(given):
-        tensors = given if isinstance(given, (list, tuple)) else [given]
-        layers = sum(1 for _ in _flat(tensors)) // (2 if "kv" in layout.facts.lists else 1)
+        layers = sum(1 for _ in flat(given)) // (2 if "kv" in layout.facts.lists else 1)
     return Sizes(
         layers=layers,
         slots=said["nb"] * said["bs"],
@@ -385,14 +384,6 @@ def _described_dtype(shape_desc: Any, size: int, given: Any, objects: Sequence[A
         takes = ", ".join(map(str, _BY_SIZE))
         raise ValueError(f"shape_desc.element_size: got {size}, takes one of {takes} bytes")
     return torch.uint8  # tensors have their own
-
-
-def _flat(given: Any) -> Iterator[Any]:
-    for one in given:
-        if isinstance(one, (list, tuple)):
-            yield from _flat(one)
-        else:
-            yield one
 
 
 def _object(cache: Cache, layout: Layout, what: str, given: Any, tokens: int) -> torch.Tensor:
@@ -455,7 +446,7 @@ def _check_device(name: str, device: Any, given: Any) -> None:
                 "yet; give the tensors"
             )
         return
-    for one in _flat([given]):
+    for one in flat(given):
         if isinstance(one, torch.Tensor) and one.device.type != where.type:
             raise ValueError(f"{name}: got {where}, takes {one.device}, where the tensors are")
         return
