@@ -6,6 +6,7 @@ The oracle says what must happen. Calls get tensors or addresses as LMCache hand
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ PACKED = [one for one in FORMATS if one.facts.chunk == "packed"]
 
 SLOTS = [9, 22, -1, 4, 5, 0, 17, 27]
 BLOCKS = [3, 1, 6, 0, 4]
+SEEDS = itertools.count(100)
 
 
 def formats(some: list[kvloom.Layout]) -> Any:
@@ -103,7 +105,12 @@ class Sides:
     chunk_layout: str | None = None
     skip: int = 0
 
+    def refill(self) -> None:
+        """New contents: those of an earlier call would be right without a transfer."""
+        self.chunk.copy_(random(self.chunk.shape, seed=next(SEEDS)))
+
     def check(self, transfer: Callable[[], None]) -> None:
+        self.refill()
         call = (self.layout.name, self.tensors)
         how = {"chunk": self.chunk_layout, "skip_prefix": self.skip}
         engine_after = oracle.copy_with_storage(self.tensors)
@@ -273,8 +280,8 @@ def test_padded_blocks_by_address_are_stepped_over(layout: kvloom.Layout, direct
     objects = random((3, *chunk_shape(layout, 2 * G.block_size)))
     desc = described(layout, block_stride_elems=stride)
     call = by_blocks(layout, list(objects), given, shape_desc=desc, direction=direction)
-    for sides in block_sides(layout, nested, list(objects), direction):
-        sides.check(lambda c=call: ops.multi_layer_block_kv_transfer(**c))
+    sides = block_sides(layout, nested, list(objects), direction)
+    sides.check(lambda c=call: ops.multi_layer_block_kv_transfer(**c))
 
 
 def nest(like: Any, flat: Iterator[torch.Tensor]) -> Any:
@@ -311,30 +318,24 @@ def test_unilateral_calls_move_mla_as_it_is(layout: kvloom.Layout, direction: in
 
 def block_sides(
     layout: kvloom.Layout, tensors: Any, objects: list[torch.Tensor], direction: int, skip: int = 0
-) -> list[Sides]:
+) -> _Objects:
     """The transfer of all objects as one: they lie behind each other in one tensor."""
-    tokens = objects[0].shape[-2]
     whole = torch.cat(objects, -2)
     slots = oracle.slots_of_blocks(BLOCKS, G.block_size)
     slots += [-1] * (whole.shape[-2] - len(slots))
-    return [
-        _Objects(
-            layout,
-            tensors,
-            whole,
-            slots,
-            direction,
-            skip=skip * G.block_size,
-            objects=objects,
-            tokens=tokens,
-        )
-    ]
+    skipped = skip * G.block_size
+    return _Objects(layout, tensors, whole, slots, direction, skip=skipped, objects=objects)
 
 
 @dataclass
 class _Objects(Sides):
     objects: list[torch.Tensor] | None = None
-    tokens: int = 0
+
+    def refill(self) -> None:
+        assert self.objects is not None
+        for one in self.objects:
+            one.copy_(random(one.shape, seed=next(SEEDS)))
+        self.chunk.copy_(torch.cat(self.objects, -2))
 
     def check(self, transfer: Callable[[], None]) -> None:
         assert self.objects is not None
@@ -364,8 +365,8 @@ def test_blocks_move_from_or_to_objects(
             call = by_blocks(
                 layout, given, way(tensors), direction=direction, skip_prefix_n_blocks=skip
             )
-            for sides in block_sides(layout, tensors, objects, direction, skip):
-                sides.check(lambda c=call: ops.multi_layer_block_kv_transfer(**c))
+            sides = block_sides(layout, tensors, objects, direction, skip)
+            sides.check(lambda c=call: ops.multi_layer_block_kv_transfer(**c))
 
 
 @in_both_directions
@@ -381,8 +382,8 @@ def test_more_than_four_objects_move(direction: int) -> None:
         direction=direction,
         block_ids=BLOCKS,
     )
-    for sides in block_sides(layout, tensors, objects, direction):
-        sides.check(lambda: ops.multi_layer_block_kv_transfer(**call))
+    sides = block_sides(layout, tensors, objects, direction)
+    sides.check(lambda: ops.multi_layer_block_kv_transfer(**call))
 
 
 @in_both_directions
@@ -394,8 +395,8 @@ def test_blocks_of_a_packed_format_stay_packed_in_a_buffer_of_two_planes(
     packed = list(random((3, *chunk_shape(layout, 2 * G.block_size))))
     two = [one.view(2, G.layers, 2 * G.block_size, G.heads * G.head_size) for one in packed]
     call = by_blocks(layout, two, tensors, direction=direction)
-    for sides in block_sides(layout, tensors, packed, direction):
-        sides.check(lambda: ops.multi_layer_block_kv_transfer(**call))
+    sides = block_sides(layout, tensors, packed, direction)
+    sides.check(lambda: ops.multi_layer_block_kv_transfer(**call))
 
 
 def test_with_tensors_their_strides_win() -> None:
@@ -406,8 +407,8 @@ def test_with_tensors_their_strides_win() -> None:
     for said in (0, stride, 7):
         desc = described(layout, block_stride_elems=said)
         call = by_blocks(layout, objects, tensors, shape_desc=desc, direction=D2H)
-        for sides in block_sides(layout, tensors, objects, D2H):
-            sides.check(lambda c=call: ops.multi_layer_block_kv_transfer(**c))
+        sides = block_sides(layout, tensors, objects, D2H)
+        sides.check(lambda c=call: ops.multi_layer_block_kv_transfer(**c))
 
 
 @formats([one for one in FORMATS if one.id not in (4, 5)])
@@ -417,8 +418,8 @@ def test_with_tensors_the_description_may_leave_sizes_open(layout: kvloom.Layout
     desc = ops.PageBufferShapeDesc()
     desc.bs, desc.nl = G.block_size, G.layers
     call = by_blocks(layout, objects, tensors, shape_desc=desc, direction=D2H)
-    for sides in block_sides(layout, tensors, objects, D2H):
-        sides.check(lambda: ops.multi_layer_block_kv_transfer(**call))
+    sides = block_sides(layout, tensors, objects, D2H)
+    sides.check(lambda: ops.multi_layer_block_kv_transfer(**call))
 
 
 def test_the_dtype_of_addresses_is_the_descriptions_or_any_of_its_size() -> None:
@@ -430,8 +431,8 @@ def test_the_dtype_of_addresses_is_the_descriptions_or_any_of_its_size() -> None
         if dtype is not None:
             desc.dtype = dtype
         call = by_blocks(layout, objects, addresses(tensors), shape_desc=desc, direction=D2H)
-        for sides in block_sides(layout, tensors, objects, D2H):
-            sides.check(lambda c=call: ops.multi_layer_block_kv_transfer(**c))
+        sides = block_sides(layout, tensors, objects, D2H)
+        sides.check(lambda c=call: ops.multi_layer_block_kv_transfer(**c))
 
 
 # --- one layer ------------------------------------------------------------------------------------
@@ -557,22 +558,24 @@ def test_nothing_is_moved_for_no_tokens(layout: kvloom.Layout) -> None:
 
 
 def test_a_cache_is_recognised_by_what_it_is_and_not_by_its_address_alone() -> None:
-    """Memory is used again: another shape or dtype at the same place is another cache."""
-    layout = kvloom.layout(3)
-    memory = random(2 * 8 * 4 * 6)
-    for shape in ((8, 4, 6), (4, 8, 6), (8, 2, 12)):
-        geometry = oracle.Geometry(2, shape[0], shape[1], 1, shape[2], 16)
-        tensors = [half[: shape[0] * shape[1] * shape[2]].view(shape) for half in memory.chunk(2)]
-        chunk = torch.zeros(oracle.chunk_shape(layout.name, geometry, 3), dtype=DTYPE)
-        slots = [1, 15, 7]
-        for given in (tensors, addresses(tensors)):
-            ops.multi_layer_kv_transfer(
-                chunk[None], given, torch.tensor(slots), CPU, geometry.slots, D2H, 3, shape[1]
-            )
-            assert oracle.same_bytes(
-                chunk, oracle.expected_chunk(layout.name, tensors, slots, geometry)
-            )
-            chunk.zero_()
+    """Memory is used again: other strides, shapes or dtypes at the same place are another cache."""
+    layout = kvloom.layout(1)
+    memory = random((2, G.blocks, G.block_size, G.block_size, G.head_size))
+    geometry = oracle.Geometry(1, G.blocks, G.block_size, G.block_size, G.head_size, 16)
+    chunk = torch.empty(oracle.chunk_shape(layout.name, geometry, len(SLOTS)), dtype=DTYPE)
+    for tensor in (memory, memory.transpose(2, 3), memory.view(torch.float16)):
+        same = chunk.view(tensor.dtype)
+        call = by_slots(layout, same, [tensor], direction=D2H)
+        for _ in range(2):
+            same.zero_()
+            ops.multi_layer_kv_transfer(**call)
+            expected = oracle.expected_chunk(layout.name, [tensor], SLOTS, geometry)
+            assert oracle.same_bytes(same, expected)
+    needs_grad = memory.clone().requires_grad_()
+    needs_grad.data = memory
+    call = by_slots(layout, chunk, [needs_grad], direction=D2H)
+    with pytest.raises(ValueError, match="requires grad"):
+        ops.multi_layer_kv_transfer(**call)
 
 
 def test_other_devices_are_reached_through_their_tensors() -> None:
