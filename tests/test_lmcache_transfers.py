@@ -627,7 +627,7 @@ def test_layers_of_other_sizes_share_no_chunk() -> None:
     """LMCache 4358, 2926, 4850: refused, and right in a call of their own."""
     narrow, wide = random((2, 4, 8, 2, 64)), random((2, 4, 8, 2, 128))
     chunk = torch.zeros(2, 2, 1, 128, dtype=DTYPE)
-    with pytest.raises(ValueError, match="key_value: layers differ"):
+    with pytest.raises(ValueError, match="key_value_ptrs: layers differ"):
         ops.multi_layer_kv_transfer(
             chunk, [narrow, wide], torch.tensor([9]), CPU, 32, D2H, 1, 8, 64
         )

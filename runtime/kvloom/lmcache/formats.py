@@ -12,7 +12,7 @@ import torch
 
 from kvloom._forks import held_across_forks
 from kvloom.cache import bind_facts
-from kvloom.geometry import TensorFacts, flat_slots, layout_text, shape_of
+from kvloom.geometry import SIGNS, TensorFacts, flat_slots, layout_text, shape_of, shape_text
 from kvloom.tensors import Home, to_host
 
 if TYPE_CHECKING:
@@ -33,12 +33,26 @@ class _Known(NamedTuple):
     seen: list[tuple[Any, ...]] | None = None
 
 
+class Names(NamedTuple):
+    """What a call's errors call the sizes of a paged cache."""
+
+    layers: str = "key_value"
+    slots: str = "page_buffer_size"
+    block_size: str = "block_size"
+    row: str = "key_value"
+    head_size: str = "head_size"
+    block_stride: str = "block_stride_elems"
+
+
+BY_SLOTS = Names()
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What a call says of a paged cache: counts, elements of a head, bytes of an element.
 
-    ``row`` has the elements of one plane's token, ``head_size`` is 0 where the call does not say,
-    and so is ``block_size``. ``block_stride`` is in elements, 0 for tight blocks.
+    ``row`` has the elements of one plane's token, ``head_size`` those of a head, of packed layouts
+    both planes'. ``block_stride`` is in elements. What is 0 the call does not say.
     """
 
     layers: int
@@ -48,6 +62,7 @@ class Sizes:
     head_size: int
     dtype: torch.dtype
     block_stride: int = 0
+    names: Names = BY_SLOTS
 
 
 def planes(layout: Layout) -> int:
@@ -83,52 +98,58 @@ def is_pointers(given: object) -> bool:
 
 def cache_of(layout: Layout, given: Any, what: str, sizes: Sizes) -> Cache:
     """The cache that a call speaks of. Errors call its tensors or addresses ``what``."""
-    if layout.unsupported:
+    cache = (_by_address if is_pointers(given) else _by_tensor)(layout, given, what, sizes)
+    if len(cache.groups) > 1:
         raise ValueError(
-            f"engine_kv_format: got {layout.name}, which no kernel moves: {layout.unsupported}"
+            f"{what}: layers differ in heads, head size or dtype, takes a call for each of them, "
+            "since they share no chunk"
         )
-    if is_pointers(given):
-        return _by_address(layout, given, what, sizes)
-    return _by_tensor(layout, given, what, sizes)
+    return cache
 
 
 def _extents(layout: Layout, sizes: Sizes) -> dict[str, int]:
     """The sizes of a layout's axes; ValueError where the call leaves one open."""
-    block_size = sizes.block_size
+    names, block_size = sizes.names, sizes.block_size
     if not block_size:
         if by_block(layout) or sizes.block_stride:
             raise ValueError(
-                f"block_size: got 0, takes the tokens of a block, on which the addresses of "
-                f"{layout.name} depend"
+                f"{names.block_size}: got 0, takes the tokens of a block, on which the addresses "
+                f"of {layout.name} depend"
             )
         block_size = 1
     if sizes.slots < 1 or sizes.slots % block_size:
         raise ValueError(
-            f"page_buffer_size: got {sizes.slots}, takes a multiple of the block size, {block_size}"
+            f"{names.slots}: got {sizes.slots} slots, takes a multiple of {block_size}, which is "
+            f"{names.block_size}"
         )
+    if sizes.layers < 1 or sizes.row < 1:
+        name = names.row if sizes.layers else names.layers
+        raise ValueError(f"{name}: got {sizes.layers} layers of {sizes.row} elements a token")
     found = {"layer": sizes.layers, "kv": 2, "one": 1, "token": block_size}
     found["block"] = sizes.slots // block_size
-    width = sizes.head_size
-    if not width:
-        if by_head(layout):
-            raise ValueError(
-                f"head_size: got 0, takes the elements of a head, since {layout.name} keeps heads "
-                "apart"
-            )
-        width = sizes.row * (2 if packed(layout) else 1)
-    if packed(layout):
-        if width % 2:
-            raise ValueError(f"head_size: got {width}, takes K and V of a head, an even number")
-        width //= 2
-    if sizes.row % width:
+    if "head" not in layout.facts.memory:
+        return {**found, "elem": sizes.row}
+    head_size = _head_size(layout, sizes)
+    return {**found, "head": sizes.row // head_size, "elem": head_size}
+
+
+def _head_size(layout: Layout, sizes: Sizes) -> int:
+    """The elements of one plane's head."""
+    given, name = sizes.head_size, sizes.names.head_size
+    if not given and by_head(layout):
         raise ValueError(
-            f"head_size: got {sizes.head_size}, takes what divides a plane's row of {sizes.row} "
-            "elements"
+            f"{name}: got 0, takes the elements of a head, since {layout.name} keeps heads apart"
         )
-    if "head" in layout.facts.memory:
-        found["head"], found["elem"] = sizes.row // width, width
-    else:
-        found["elem"] = sizes.row
+    if not given:
+        return sizes.row
+    if packed(layout) and given % 2:
+        raise ValueError(f"{name}: got {given}, takes K and V of a head, an even number")
+    found = given // 2 if packed(layout) else given
+    if sizes.row % found:
+        raise ValueError(
+            f"{name}: got {given}, takes what divides the {sizes.row} elements of a plane's row in "
+            f"{sizes.names.row}"
+        )
     return found
 
 
@@ -150,7 +171,7 @@ def _by_address(layout: Layout, given: torch.Tensor, what: str, sizes: Sizes) ->
             f"{what}: got 0 at position {int((addresses == 0).argmax())}, takes addresses"
         )
     shape = shape_of(layout.facts.axes, extents)
-    strides = _strides(layout, extents, sizes.block_stride)
+    strides = _strides(layout, extents, sizes)
     itemsize, dtype = sizes.dtype.itemsize, str(sizes.dtype).removeprefix("torch.")
     facts = [
         TensorFacts(f"{what}[{number}]", address, shape, strides, itemsize, dtype)
@@ -162,15 +183,16 @@ def _by_address(layout: Layout, given: torch.Tensor, what: str, sizes: Sizes) ->
     return cache
 
 
-def _strides(layout: Layout, extents: dict[str, int], block_stride: int) -> tuple[int, ...]:
-    """Element strides of one tensor whose blocks lie ``block_stride`` apart; 0 is tight."""
+def _strides(layout: Layout, extents: dict[str, int], sizes: Sizes) -> tuple[int, ...]:
+    """Element strides of one tensor, whose blocks may lie apart."""
+    block_stride, name = sizes.block_stride, sizes.names.block_stride
     steps, size = [], 1
     for dim in reversed(layout.facts.axes):
         if block_stride and "block" in dim:
             tight = size * prod(extents[axis] for axis in dim if axis != "block")
             if block_stride < tight or (dim != ("block",) and block_stride != tight):
                 raise ValueError(
-                    f"block_stride_elems: got {block_stride}, takes "
+                    f"{name}: got {block_stride}, takes "
                     f"{tight}{' or more' if dim == ('block',) else ''}, the elements of a block"
                 )
             size = block_stride if dim == ("block",) else size
@@ -198,10 +220,13 @@ def _by_tensor(layout: Layout, given: Any, what: str, sizes: Sizes) -> Cache:
     home.settle()
     block_size = sizes.block_size or None if flat_slots(layout.facts) else None
     cache = bind_facts(layout, counts, facts, block_size, home, () if on_cpu else tensors)
+    group = cache.groups[0]
+    head_size = group.head_size * (2 if packed(layout) else 1)
     for name, said, found_size in (
-        ("layers", sizes.layers, cache.layers),
-        ("block_size", sizes.block_size, cache.block_size),
-        ("page_buffer_size", sizes.slots, cache.capacity),
+        (sizes.names.layers, sizes.layers, cache.layers),
+        (sizes.names.block_size, sizes.block_size, cache.block_size),
+        (sizes.names.slots, sizes.slots, cache.capacity),
+        (sizes.names.head_size, sizes.head_size, head_size if by_head(layout) else None),
     ):
         if said and found_size is not None and said != found_size:
             raise ValueError(f"{name}: got {said}, takes {found_size} as {what} shows")
@@ -262,16 +287,25 @@ def _leaves(given: Any, what: str, counts: Sequence[int]) -> Iterator[tuple[str,
 
 def _as(layout: Layout, sizes: Sizes, what: str, tensor: torch.Tensor) -> torch.Tensor:
     """A view of ``tensor`` in the dimensions of its layout, which may have been merged or split."""
-    if tensor.dim() == len(layout.facts.axes):
-        return tensor
-    shape = shape_of(layout.facts.axes, _extents(layout, sizes))
+    dims = layout.facts.axes
     try:
-        return tensor.view(shape)
+        for number in range(len(dims)):
+            if dims[number] == ("one",) and tensor.dim() == len(dims) - 1:
+                tensor = tensor.unsqueeze(number)
+        if dims[-1] == ("kv", "elem") and tensor.dim() == len(dims) + 1:
+            tensor = tensor.view(*tensor.shape[:-2], -1)
+        if dims[-2:] == (("kv",), ("elem",)) and tensor.dim() == len(dims) - 1:
+            tensor = tensor.unflatten(-1, (2, -1))
+        if tensor.dim() != len(dims) and sizes.slots:
+            tensor = tensor.view(shape_of(dims, _extents(layout, sizes)))
     except RuntimeError:
+        pass
+    if tensor.dim() != len(dims):
         raise ValueError(
             f"{what}: got shape {tuple(tensor.shape)} with strides {tensor.stride()}, takes "
-            f"{shape} for {layout.name}, or a view of it"
-        ) from None
+            f"{shape_text(dims, SIGNS)} for {layout.name}, or a view of it"
+        )
+    return tensor
 
 
 def _remember(key: tuple[Any, ...], known: _Known) -> None:

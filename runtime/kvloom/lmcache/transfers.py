@@ -10,7 +10,7 @@ import torch
 
 from kvloom import registry
 from kvloom.arguments import integer
-from kvloom.lmcache.formats import Sizes, cache_of, flat, is_pointers, packed, planes
+from kvloom.lmcache.formats import Names, Sizes, cache_of, flat, is_pointers, packed, planes
 from kvloom.lmcache.wire import device_of, layout_of, operation
 
 if TYPE_CHECKING:
@@ -29,6 +29,14 @@ _PAIR, _PAIR_OF_SLOTS = 16, 4
 _BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _TWO_PLANES = "two_plane"
+_DESCRIBED = Names(
+    layers="shape_desc.nl",
+    slots="shape_desc.nb",
+    block_size="shape_desc.bs",
+    row="shape_desc.nh",
+    head_size="shape_desc.hs",
+    block_stride="shape_desc.block_stride_elems",
+)
 
 
 def multi_layer_kv_transfer(
@@ -371,6 +379,7 @@ def _described(layout: Layout, shape_desc: Any, given: Any, objects: Sequence[An
         head_size=said["hs"],
         dtype=_described_dtype(shape_desc, said["element_size"], given, objects),
         block_stride=said["block_stride_elems"] if is_pointers(given) else 0,
+        names=_DESCRIBED,
     )
 
 
@@ -398,6 +407,8 @@ def _object(cache: Cache, layout: Layout, what: str, given: Any, tokens: int) ->
         if address <= 0:
             raise ValueError(f"{what}: got {address}, takes a tensor or its address")
         return tensor_at(address, shape, getattr(torch, group.dtype))
+    if _tensor(what, given).dim() not in (3, 4):
+        raise ValueError(f"{what}: got shape {tuple(given.shape)}, takes {list(shape)}")
     if packed(layout) and given.dim() == 4 and given.shape[0] == 2:
         # The same bytes: whoever allocates by planes does not ask how a row is divided.
         try:
@@ -423,11 +434,11 @@ def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.T
 
 def _as_engine(cache: Cache, what: str, chunk: torch.Tensor) -> torch.Tensor:
     """A chunk seen in the engine's dtype: rows are moved as the bytes they are."""
-    if len(cache.groups) > 1:
-        raise ValueError(f"{what}: layers differ in heads, head size or dtype, and share no chunk")
     dtype = getattr(torch, cache.groups[0].dtype)
     if chunk.dtype is dtype:
         return chunk
+    if chunk.requires_grad:
+        raise ValueError(f"{what}: requires grad, which a copy of bytes would not track; detach it")
     try:
         return chunk.view(dtype)
     except RuntimeError:
@@ -455,6 +466,8 @@ def _check_device(name: str, device: Any, given: Any) -> None:
 def _tensor(what: str, given: Any) -> torch.Tensor:
     if not isinstance(given, torch.Tensor):
         raise TypeError(f"{what}: got {type(given).__name__}, takes a tensor")
+    if given.layout is not torch.strided:
+        raise TypeError(f"{what}: got a tensor of layout {given.layout}, takes a strided one")
     return given
 
 

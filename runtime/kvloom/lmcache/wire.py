@@ -77,13 +77,18 @@ def operation(direction: object) -> Op:
 
 
 def layout_of(engine_kv_format: object) -> Layout:
-    """The layout of a format; ValueError for a number that no layout has."""
+    """The layout of a format; ValueError for one that there are no kernels for."""
     takes = "a member of EngineKVFormat, or its number"
     value = number("engine_kv_format", engine_kv_format, takes)
     try:
-        return registry.layout(value)
+        found = registry.layout(value)
     except ValueError:
         raise ValueError(f"engine_kv_format: got {engine_kv_format!r}, takes {takes}") from None
+    if found.unsupported:
+        raise ValueError(
+            f"engine_kv_format: got {found.name}, which no kernel moves: {found.unsupported}"
+        )
+    return found
 
 
 def device_of(name: str, device: object) -> torch.device:
