@@ -65,6 +65,24 @@ class Sizes:
     names: Names = BY_SLOTS
 
 
+# The operators that are told a format.
+FORMATTED = (
+    "multi_layer_kv_transfer",
+    "multi_layer_kv_transfer_unilateral",
+    "multi_layer_block_kv_transfer",
+    "single_layer_kv_transfer",
+)
+
+
+def refusal(operator: str, layout: Layout) -> str:
+    """Why one of the ``FORMATTED`` operators can't move a layout, or nothing where it can."""
+    if layout.unsupported:
+        return f"no kernel moves it: {layout.unsupported}"
+    if operator == "single_layer_kv_transfer" and "layer" not in layout.facts.lists:
+        return "one tensor holds all layers, and there is none of one layer alone"
+    return ""
+
+
 def planes(layout: Layout) -> int:
     """The planes of a chunk with all that a layout holds."""
     return 2 if "kv" in layout.chunk.axes[0] else 1

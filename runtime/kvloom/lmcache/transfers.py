@@ -62,7 +62,7 @@ def multi_layer_kv_transfer(
 
     ValueError or TypeError, naming the argument, before the first byte moves.
     """
-    op, layout = operation(direction), layout_of(engine_kv_format)
+    op, layout = operation(direction), layout_of("multi_layer_kv_transfer", engine_kv_format)
     chunk = _multi_layer_chunk(key_value)
     if layout.id == _ALL_LAYERS and not _is_whole(layout, key_value_ptrs, chunk):
         layout = registry.layout(_PER_LAYER)
@@ -96,7 +96,7 @@ def multi_layer_kv_transfer_unilateral(
     planes and are moved as by ``multi_layer_kv_transfer``, whose arguments and errors the others
     are.
     """
-    layout = layout_of(engine_kv_format)
+    layout = layout_of("multi_layer_kv_transfer_unilateral", engine_kv_format)
     multi_layer_kv_transfer(
         key_value,
         key_value_ptrs,
@@ -130,7 +130,7 @@ def multi_layer_block_kv_transfer(
 
     ValueError or TypeError, naming the argument, before the first byte moves.
     """
-    op, layout = operation(direction), layout_of(engine_kv_format)
+    op, layout = operation(direction), layout_of("multi_layer_block_kv_transfer", engine_kv_format)
     if not isinstance(lmcache_objects_ptrs, (list, tuple)):
         kind = type(lmcache_objects_ptrs).__name__
         raise TypeError(f"lmcache_objects_ptrs: got {kind}, takes a list of tensors or addresses")
@@ -179,12 +179,7 @@ def single_layer_kv_transfer(
 
     ValueError or TypeError, naming the argument, before the first byte moves.
     """
-    op, layout = operation(direction), layout_of(engine_kv_format)
-    if "layer" not in layout.facts.lists:
-        raise ValueError(
-            f"engine_kv_format: got {layout.name}, takes a format with a tensor, or a pair, for "
-            "each layer"
-        )
+    op, layout = operation(direction), layout_of("single_layer_kv_transfer", engine_kv_format)
     _move_layer(
         op,
         layout,

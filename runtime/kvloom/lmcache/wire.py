@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvloom import registry
+from kvloom.lmcache.formats import refusal
 
 if TYPE_CHECKING:
     from kvloom.engine_layout import Layout
@@ -76,18 +77,17 @@ def operation(direction: object) -> Op:
     return _OPS[value]
 
 
-def layout_of(engine_kv_format: object) -> Layout:
-    """The layout of a format; ValueError for one that there are no kernels for."""
+def layout_of(operator: str, engine_kv_format: object) -> Layout:
+    """The layout of a format; ValueError for one that the operator does not take."""
     takes = "a member of EngineKVFormat, or its number"
     value = number("engine_kv_format", engine_kv_format, takes)
     try:
         found = registry.layout(value)
     except ValueError:
         raise ValueError(f"engine_kv_format: got {engine_kv_format!r}, takes {takes}") from None
-    if found.unsupported:
-        raise ValueError(
-            f"engine_kv_format: got {found.name}, which no kernel moves: {found.unsupported}"
-        )
+    reason = refusal(operator, found)
+    if reason:
+        raise ValueError(f"engine_kv_format: got {found.name}; {reason}")
     return found
 
 
