@@ -2,7 +2,8 @@
 
 Operator and copy take turns in one process, outputs are warm, and a figure is the median of the
 turns. Three kinds of calls: whole blocks in random order ("blocks"), the slots of such blocks
-("slots"), and single tokens in random order ("scattered").
+("slots"), and single tokens in random order ("scattered"). Where LMCache can be imported, its own
+CPU operators and kvloom's in their place take turns with them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import peer
 import torch
 from machine import facts
 from rich.console import Console
@@ -39,16 +41,23 @@ TOKENS = (16, 64, 256, 1024, 4096)
 KINDS = ("blocks", "slots", "scattered")
 REGULAR = ("blocks", "slots")
 OPS = ("gather", "scatter")
+BESIDE_LMCACHE = peer.available()
 
 # What the figures must keep, as ratios to a torch copy of the same bytes, and in seconds.
 MEDIAN_REGULAR, WORST_REGULAR, SCATTERED = 1.1, 0.9, 0.6
 SCATTERED_RUN = 2048
 ONE_BLOCK = 150e-6
+# And what operators in LMCache's place must keep, as ratios to LMCache's own.
+LMCACHE_MEDIAN, LMCACHE_WORST, LMCACHE_ONE_BLOCK = 5.0, 1.5, 4.0
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One kind of call: medians in seconds, and the bytes it moves."""
+    """One kind of call: medians in seconds, and the bytes it moves.
+
+    ``lmcache_seconds`` are of LMCache's own operator where it can do the call, and
+    ``in_place_seconds`` of kvloom's in its place.
+    """
 
     layout: str
     op: str
@@ -60,6 +69,15 @@ class Cell:
     nbytes: int
     seconds: float
     copy_seconds: float
+    in_place_seconds: float | None = None
+    lmcache_seconds: float | None = None
+
+    @property
+    def lmcache_ratio(self) -> float:
+        """How many times as fast as LMCache's own operator."""
+        assert self.lmcache_seconds is not None
+        assert self.in_place_seconds is not None
+        return self.lmcache_seconds / self.in_place_seconds
 
     @property
     def ratio(self) -> float:
@@ -133,7 +151,7 @@ def of_layout(
     )
     cache = layout.bind(tensors, block_size=BLOCK_SIZE)
     everything = cache.empty_chunk(cache.capacity)
-    everything.view(torch.uint8).fill_(1)  # pages that were never written are no memory yet
+    everything.view(torch.int64).random_()  # pages that were never written are no memory yet
     cache.scatter(everything, slots=range(cache.capacity))
     del everything
     for count in tokens:
@@ -154,7 +172,9 @@ def of_layout(
                     run = partial(cache.gather, out=chunk, **call)
                 else:
                     run = partial(cache.scatter, chunk, **call)
-                ours, theirs = in_turns(run, partial(target.copy_, source), seconds)
+                both = peer.pair(cache, tensors, chunk, op, call) if BESIDE_LMCACHE else None
+                actions = [run, partial(target.copy_, source), *(both or ())]
+                ours, theirs, *others = in_turns(actions, seconds)
                 selection = cache.select(op, "blocks" if kind == "blocks" else "slots", chunk)
                 yield Cell(
                     layout=layout.name,
@@ -167,17 +187,19 @@ def of_layout(
                     nbytes=chunk.nbytes,
                     seconds=ours,
                     copy_seconds=theirs,
+                    in_place_seconds=others[0] if both else None,
+                    lmcache_seconds=others[1] if both else None,
                 )
 
 
-def in_turns(one: Callable[[], Any], other: Callable[[], Any], seconds: float) -> list[float]:
-    """The medians of both, run in turns after a first time that counts for nothing."""
-    times: tuple[list[float], list[float]] = ([], [])
+def in_turns(actions: Sequence[Callable[[], Any]], seconds: float) -> list[float]:
+    """The medians of all, run in turns after a first time that counts for nothing."""
+    times: list[list[float]] = [[] for _ in actions]
     begun = time.perf_counter()
-    for action in (one, other):
+    for action in actions:
         action()
     while len(times[0]) < 5 or time.perf_counter() - begun < seconds:
-        for action, found in zip((one, other), times, strict=True):
+        for action, found in zip(actions, times, strict=True):
             start = time.perf_counter()
             action()
             found.append(time.perf_counter() - start)
@@ -255,7 +277,30 @@ def summary(cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 "kept": slow.seconds < ONE_BLOCK,
             }
         )
+    return [*found, *beside_lmcache([cell for cell in cells if cell.lmcache_seconds is not None])]
+
+
+def beside_lmcache(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """The figures of kvloom's operators in the place of LMCache's."""
+    if not cells:
+        return []
+    worst, middle = min(cells, key=lambda cell: cell.lmcache_ratio), "the median call"
+    what = f"in the place of LMCache's CPU operators, {len(cells)} calls it can do: "
+    ratio = median(cell.lmcache_ratio for cell in cells)
+    found = [
+        _figure(what + middle, ratio, LMCACHE_MEDIAN),
+        _figure(f"… the worst call, {_sized(worst)}", worst.lmcache_ratio, LMCACHE_WORST),
+    ]
+    single = [cell for cell in cells if cell.kind == "blocks" and cell.tokens == BLOCK_SIZE]
+    if single:
+        slow = min(single, key=lambda cell: cell.lmcache_ratio)
+        what = f"… one block, the worst call, {_named(slow)}"
+        found.append(_figure(what, slow.lmcache_ratio, LMCACHE_ONE_BLOCK))
     return found
+
+
+def _sized(cell: Cell) -> str:
+    return f"{_named(cell)}, {cell.tokens} tokens"
 
 
 def _named(cell: Cell) -> str:

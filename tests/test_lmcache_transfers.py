@@ -571,6 +571,9 @@ def test_a_cache_is_recognised_by_what_it_is_and_not_by_its_address_alone() -> N
             ops.multi_layer_kv_transfer(**call)
             expected = oracle.expected_chunk(layout.name, [tensor], SLOTS, geometry)
             assert oracle.same_bytes(same, expected)
+    call = by_slots(layout, chunk, [torch._neg_view(memory)], direction=D2H)
+    with pytest.raises(ValueError, match="conjugate or negative view"):
+        ops.multi_layer_kv_transfer(**call)
     needs_grad = memory.clone().requires_grad_()
     needs_grad.data = memory
     call = by_slots(layout, chunk, [needs_grad], direction=D2H)

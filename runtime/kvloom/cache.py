@@ -135,6 +135,7 @@ class Cache:
         self._refused = {one: refusal(layout.facts, groups, one) for one in ADDRESSINGS}
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._kernels: dict[bool, dict[tuple[Op, Addressing], Kernel]] = {}
+        self._compiled: set[Kernel] = set()
 
     def gather(
         self,
@@ -406,7 +407,9 @@ class Cache:
         streaming = enough is not None and nbytes >= enough
         kernels = self._kernels.get(streaming) or self._load_kernels(streaming)
         kernel = kernels[op, addressing]
-        registry.compile_kernel(kernel)
+        if kernel not in self._compiled:
+            registry.compile_kernel(kernel)
+            self._compiled.add(kernel)
         return kernel
 
     def _load_kernels(self, streaming: bool) -> dict[tuple[Op, Addressing], Kernel]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
+from operator import attrgetter, is_
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,11 +29,32 @@ _caches: dict[tuple[Any, ...], _Known] = {}
 _remembering = held_across_forks(Lock())
 
 
+class _Seen(NamedTuple):
+    """What a bound cache depends on of its tensors, besides where they lie.
+
+    That a tensor is the very same object says all that can't change of it. Of others ``kinds`` tell
+    it, which take longer to ask for: the dispatch keys hold device, layout and kind.
+    """
+
+    shapes: list[Any]
+    strides: list[tuple[int, ...]]
+    objects: list[weakref.ref[torch.Tensor]]
+    kinds: list[int]
+
+
 class _Known(NamedTuple):
     """A cache, and what its tensors were seen to be, if it was bound to tensors."""
 
     cache: Cache
-    seen: list[tuple[Any, ...]] | None = None
+    seen: _Seen | None = None
+
+    def holds(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether these tensors, which lie where the cache's do, are what it is bound to."""
+        seen = self.seen
+        if seen is None or _shapes(tensors) != seen.shapes or _strides_of(tensors) != seen.strides:
+            return False
+        same = all(map(is_, [found() for found in seen.objects], tensors))
+        return same or _kinds(tensors) == seen.kinds
 
 
 class Names(NamedTuple):
@@ -83,22 +107,26 @@ def refusal(operator: str, layout: Layout) -> str:
     return ""
 
 
+@cache
 def planes(layout: Layout) -> int:
     """The planes of a chunk with all that a layout holds."""
     return 2 if "kv" in layout.chunk.axes[0] else 1
 
 
+@cache
 def packed(layout: Layout) -> bool:
     """Whether a token's row has K and V by turns, head by head."""
     return planes(layout) == 1 and "kv" in layout.facts.memory
 
 
+@cache
 def by_head(layout: Layout) -> bool:
     """Whether heads of a token lie apart, so that rows must be cut into heads."""
     memory = [axis for axis in layout.facts.memory if axis != "one"]
     return "head" in memory and "token" in memory[memory.index("head") :]
 
 
+@cache
 def by_block(layout: Layout) -> bool:
     """Whether a slot's address depends on how many tokens a block has."""
     memory = [axis for axis in layout.facts.memory if axis != "one"]
@@ -220,9 +248,10 @@ def _strides(layout: Layout, extents: dict[str, int], sizes: Sizes) -> tuple[int
 
 
 def _by_tensor(layout: Layout, given: Any, what: str, sizes: Sizes) -> Cache:
-    places, seen = _seen(given)
-    found = _caches.get((layout.name, sizes, places)) if places else None
-    if found is not None and found.seen == seen:
+    tensors = [given] if isinstance(given, torch.Tensor) else list(flat(given))
+    key = (layout.name, sizes, _places(tensors))
+    found = _caches.get(key)
+    if found is not None and found.holds(tensors):
         return found.cache
     counts = [sizes.layers if axis == "layer" else 2 for axis in layout.facts.lists]
     named = list(_leaves(given, what, counts))
@@ -233,11 +262,11 @@ def _by_tensor(layout: Layout, given: Any, what: str, sizes: Sizes) -> Cache:
         )
     home = Home(named[0][1].device)
     on_cpu = home.device.type == "cpu"
-    tensors = [_as(layout, sizes, one, tensor) for one, tensor in named]
-    facts = [home.facts(one, tensor) for (one, _), tensor in zip(named, tensors, strict=True)]
+    views = [_as(layout, sizes, one, tensor) for one, tensor in named]
+    facts = [home.facts(one, tensor) for (one, _), tensor in zip(named, views, strict=True)]
     home.settle()
     block_size = sizes.block_size or None if flat_slots(layout.facts) else None
-    cache = bind_facts(layout, counts, facts, block_size, home, () if on_cpu else tensors)
+    cache = bind_facts(layout, counts, facts, block_size, home, () if on_cpu else views)
     group = cache.groups[0]
     head_size = group.head_size * (2 if packed(layout) else 1)
     for name, said, found_size in (
@@ -248,38 +277,40 @@ def _by_tensor(layout: Layout, given: Any, what: str, sizes: Sizes) -> Cache:
     ):
         if said and found_size is not None and said != found_size:
             raise ValueError(f"{name}: got {said}, takes {found_size} as {what} shows")
-    if on_cpu and places:
-        _remember((layout.name, sizes, places), _Known(cache, seen))
+    if on_cpu:
+        seen = _Seen(
+            _shapes(tensors), _strides_of(tensors), list(map(weakref.ref, tensors)), _kinds(tensors)
+        )
+        _remember(key, _Known(cache, seen))
     return cache
 
 
-def _seen(given: Any) -> tuple[tuple[int, ...], list[tuple[Any, ...]]]:
-    """Where tensors lie, and all else of them that a bound cache depends on; nothing if unknown.
+# dtype and requires_grad too: both may be changed in place.
+_SHAPES = attrgetter("shape", "dtype", "requires_grad")
 
-    Quick, since it is asked at every call: the set of dispatch keys has device, layout and kind.
-    """
-    tensors = [given] if isinstance(given, torch.Tensor) else list(flat(given))
+
+def _places(tensors: list[torch.Tensor]) -> tuple[int, ...]:
     try:
-        return tuple(map(torch.Tensor.data_ptr, tensors)), [
-            (
-                tensor.shape,
-                tensor.stride(),
-                tensor.dtype,
-                torch._C._dispatch_keys(tensor).raw_repr(),
-                tensor.requires_grad,
-            )
-            for tensor in tensors
-        ]
+        return tuple(map(torch.Tensor.data_ptr, tensors))
     except (RuntimeError, NotImplementedError, TypeError):  # to be refused, with a reason
-        return (), []
+        return ()
+
+
+def _shapes(tensors: list[torch.Tensor]) -> list[Any]:
+    return list(map(_SHAPES, tensors))
+
+
+def _strides_of(tensors: list[torch.Tensor]) -> list[tuple[int, ...]]:
+    return list(map(torch.Tensor.stride, tensors))
+
+
+def _kinds(tensors: list[torch.Tensor]) -> list[int]:
+    return [torch._C._dispatch_keys(tensor).raw_repr() for tensor in tensors]
 
 
 def flat(given: Any) -> Iterator[Any]:
     """What lists and tuples hold, one after the other."""
-    if not isinstance(given, (list, tuple)):
-        yield given
-        return
-    for one in given:
+    for one in given if isinstance(given, (list, tuple)) else [given]:
         if isinstance(one, (list, tuple)):
             yield from flat(one)
         else:

@@ -29,6 +29,10 @@ _PAIR, _PAIR_OF_SLOTS = 16, 4
 _BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _TWO_PLANES = "two_plane"
+_SAID = {
+    name: f"shape_desc.{name}"
+    for name in ("nl", "nb", "bs", "nh", "hs", "element_size", "kv_size", "block_stride_elems")
+}
 _DESCRIBED = Names(
     layers="shape_desc.nl",
     slots="shape_desc.nb",
@@ -353,9 +357,8 @@ def _plane_row(layout: Layout, what: str, chunk: torch.Tensor) -> int:
 
 def _described(layout: Layout, shape_desc: Any, given: Any, objects: Sequence[Any]) -> Sizes:
     """The sizes in a ``PageBufferShapeDesc``."""
-    names = ("nl", "nb", "bs", "nh", "hs", "element_size", "kv_size", "block_stride_elems")
     try:
-        said = {name: _size(f"shape_desc.{name}", getattr(shape_desc, name)) for name in names}
+        said = {name: _size(full, getattr(shape_desc, name)) for name, full in _SAID.items()}
     except AttributeError:
         kind = type(shape_desc).__name__
         raise TypeError(f"shape_desc: got {kind}, takes a PageBufferShapeDesc") from None

@@ -93,6 +93,8 @@ def layout_of(operator: str, engine_kv_format: object) -> Layout:
 
 def device_of(name: str, device: object) -> torch.device:
     """A device, given as such, by torch's name, or by the number of an accelerator."""
+    if isinstance(device, torch.device):
+        return device
     try:
         return torch.device(device)  # type: ignore[call-overload, no-any-return]
     except (TypeError, RuntimeError):
