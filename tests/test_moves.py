@@ -74,7 +74,9 @@ def test_a_large_gather_reads_the_engine_upwards_and_all_else_is_moved_in_order(
     nbytes = moves.SORTED_FROM - (not large)
     ops: tuple[Op, ...] = ("gather", "scatter")
     for op in ops:
-        order = order_of(op, np.array(index), first, last, nbytes)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(moves, "threads", lambda: 1)
+            order = order_of(op, np.array(index, np.int64), first, last, nbytes)
         assert order.dtype == np.int64
         assert order.flags.carray
         if op == "gather" and large:
@@ -88,6 +90,44 @@ def test_entries_of_few_bytes_are_not_sorted() -> None:
     index = np.arange(2 * moves.SORTED_FROM // moves.SORTED_EACH)[::-1].copy()
     assert order_of("gather", index, 0, len(index), 2 * moves.SORTED_FROM)[0] == len(index) - 1
     assert order_of("gather", index, 0, len(index), 2 * moves.SORTED_FROM - 1)[0] == 0
+
+
+@given(index=st.lists(st.integers(-2, 9), max_size=12), data=st.data())
+def test_a_scatter_that_is_shared_out_writes_no_row_twice(
+    index: list[int], data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, len(index)))
+    last = data.draw(st.integers(first, len(index)))
+    moved = index[first:last]
+    named = [entry for entry in moved if entry >= 0]
+    assert moves.repeats([np.array(moved, np.int64)]) == (len(named) > len(set(named)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moves, "threads", lambda: 3)
+        order = order_of("scatter", np.array(index, np.int64), first, last, moves.SHARED_FROM)
+        alone = order_of("scatter", np.array(index, np.int64), first, last, moves.SHARED_FROM - 1)
+    assert list(alone) == list(range(first, last))
+    assert order.dtype == np.int64
+    assert list(order) == sorted(order)
+    written = [index[at] for at in order if index[at] >= 0]
+    assert sorted(written) == sorted(set(named))
+    for at in order:  # the last of each is left
+        assert index[at] < 0 or index[at] not in index[at + 1 : last]
+
+
+def test_repeats_are_found_across_chunks_and_in_the_part_of_a_block() -> None:
+    """Chunks with a block in common are written one after the other; so are a block's parts."""
+    cache = kvloom.layout(3).bind([torch.zeros(8, 4, 6)])
+    chunk = torch.zeros(1, 8, 6)
+    for ids, stages in (([1, 2, 3, 4], 1), ([1, 2, 3, 1], 2)):
+        request = cache.request("blocks", ids, 0)
+        parts = [(request.part(a, a + 2, 4), "chunk", chunk.clone()) for a in (0, 2)]
+        assert len(cache.prepare_all("scatter", parts, None).stages) == stages
+        assert len(cache.prepare_all("gather", parts, None).stages) == 1
+    for ids, stages in (([1, 2], 1), ([1, 1], 2)):
+        request = cache.request("blocks", ids, 0)
+        for op, expected in (("scatter", stages), ("gather", 1)):
+            found = cache.prepare(op, request, "chunk", (chunk[:, :6],))  # type: ignore[arg-type]
+            assert len(found.stages) == expected
 
 
 def test_an_order_may_be_longer_than_any_before() -> None:

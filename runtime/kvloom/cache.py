@@ -17,7 +17,7 @@ from kvloom.arguments import index_array, integer
 from kvloom.chunk import contiguous, obstacle, shape
 from kvloom.geometry import read_groups
 from kvloom.indexing import move
-from kvloom.moves import Move, carry_out, order_of, streamed_from
+from kvloom.moves import Move, carry_out, order_of, repeats, streamed_from, without_repeats
 from kvloom.overlap import Ranges, check_apart, check_self, span
 from kvloom.select import ADDRESSINGS, OPS, Selection, choose_backend, describe, plan, refusal
 from kvloom.tensors import Home, flatten, to_host, unaddressable
@@ -176,8 +176,8 @@ class Cache:
     ) -> None:
         """Copy the tokens of ``source``, a chunk, into the engine, and touch nothing else there.
 
-        Arguments and errors are those of ``gather``. A slot that several
-        tokens have holds bytes of any of them afterwards, in a large call also mixed.
+        Arguments and errors are those of ``gather``. Where several tokens have the same slot, it is
+        not said which of them a row of it holds afterwards, but it holds one of them.
         """
         request = self._request(slots, blocks, chunk, skip_prefix)
         self.prepare("scatter", request, "source", self._one_each("source", source), chunk).run()
@@ -319,16 +319,17 @@ class Cache:
             check_apart(
                 [self._home.facts(self._name(what, n), tensor) for n, tensor in enumerate(chunks)]
             )
-        moves: list[Move] = []
         if skip == count:
-            return Transfer(moves, 0)
+            return Transfer([], 0)
         if self._written(op, index, chunks, plans):
             index = index.copy()
             request = request._replace(slots_or_blocks=index)
         if self.backend == "torch":
-            return Transfer(moves, 0, [partial(self._index, op, request, chunks, plans)])
+            return Transfer([], 0, [partial(self._index, op, request, chunks, plans)])
         moved = request.tokens * (count - skip) // count
         nbytes = self._token_bytes * (tokens or moved)
+        moves: list[Move] = []
+        tails: list[Move] = []
         for number, (tensor, one) in enumerate(zip(chunks, plans, strict=True)):
             pointers, address = self.groups[number].pointers, tensor.data_ptr()
             block_size = self.groups[number].block_size or 1
@@ -345,8 +346,10 @@ class Cache:
                 kernel = self._kernel(op, "slots", nbytes, by_slots.run)
                 address += done * one.token_stride
                 order = order_of(op, left, 0, len(left), nbytes)
-                moves.append(Move(kernel, pointers, address, left, order, by_slots.geometry))
-        return Transfer(moves, nbytes)
+                tails.append(Move(kernel, pointers, address, left, order, by_slots.geometry))
+        if tails and op == "scatter" and index[count - 1] in index[skip : count - 1]:
+            return Transfer([moves, tails], nbytes)  # two threads must not write one row
+        return Transfer([moves + tails], nbytes)
 
     def prepare_all(
         self, op: Op, parts: Sequence[tuple[Request, str, torch.Tensor]], chunk: str | None
@@ -365,11 +368,12 @@ class Cache:
             ends = sorted((one.address, one.address + span(one)) for one in facts)
             if any(two[0] < one[1] for one, two in pairwise(ends)):
                 check_apart(facts)
-        return Transfer(
-            [move for one in found for move in one.moves],
-            self._token_bytes * tokens,
-            [run for one in found for run in one.indexing],
-        )
+        stages = [moves for one in found for moves in one.stages]
+        ids = [request.slots_or_blocks for request, _, _ in parts]
+        if op == "gather" or len(ids) < 2 or not repeats(ids):
+            stages = [[move for moves in stages for move in moves]]
+        indexing = [run for one in found for run in one.indexing]
+        return Transfer(stages, self._token_bytes * tokens, indexing)
 
     def _written(
         self, op: Op, index: Int64Array, chunks: tuple[torch.Tensor, ...], plans: Sequence[Plan]
@@ -397,6 +401,8 @@ class Cache:
                 skipped *= size
                 slots = (slots[:, None] * size + np.arange(size)).reshape(-1)
                 slots = slots[: max(one.tokens - skipped, 0)]
+            if op == "scatter":
+                slots = without_repeats(slots)
             tensors = [self._tensors[number] for number in group.tensors]
             views = registry.views(self.layout)
             move(op, views, tensors, tensor, one.chunk_axes, slots, skipped)
@@ -539,9 +545,12 @@ class Cache:
 
 
 class Transfer(NamedTuple):
-    """What a checked call has left to do: moves of ``nbytes`` in all, or torch's indexing."""
+    """What a checked call has left to do: moves of ``nbytes`` in all, or torch's indexing.
 
-    moves: Sequence[Move]
+    The moves of a stage may be done at the same time, one stage after the other.
+    """
+
+    stages: Sequence[Sequence[Move]]
     nbytes: int
     indexing: Sequence[Callable[[], None]] = ()
 
@@ -549,7 +558,8 @@ class Transfer(NamedTuple):
         """Move every byte."""
         for index in self.indexing:
             index()
-        carry_out(self.moves, self.nbytes)
+        for moves in self.stages:
+            carry_out(moves, self.nbytes)
 
 
 class Request(NamedTuple):

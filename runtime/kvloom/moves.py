@@ -68,17 +68,36 @@ def order_of(op: Op, index: Int64Array, first: int, last: int, nbytes: int) -> I
     """The positions from ``first`` to ``last`` of slots or block ids, in the order to move them.
 
     A large gather reads the engine upwards: memory answers rows in ascending order faster than rows
-    here and there, while for what is written, which waits in buffers, the order matters less.
+    here and there, while for what is written, which waits in buffers, the order matters less. A
+    scatter that is shared out leaves out what is written over: two threads must not write one row.
     """
     global _positions
     each = nbytes // max(1, last - first)
     if op == "gather" and nbytes >= SORTED_FROM and each >= SORTED_EACH:
         found = np.argsort(index[first:last])
         return found + first if first else found
+    enough = shared_from()
+    if op == "scatter" and enough is not None and nbytes >= enough and repeats([index[first:last]]):
+        kept: Int64Array = np.flatnonzero(without_repeats(index[first:last]) >= 0)
+        return kept + first
     positions = _positions
     if last > len(positions):
         _positions = positions = np.arange(max(last, 2 * len(positions)), dtype=np.int64)
     return positions[first:last]
+
+
+def repeats(indices: Sequence[Int64Array]) -> bool:
+    """Whether a slot or block id is there twice; those that are passed over do not count."""
+    entries = np.sort(np.concatenate(indices) if len(indices) > 1 else indices[0])
+    return bool(((entries[1:] == entries[:-1]) & (entries[1:] >= 0)).any())
+
+
+def without_repeats(index: Int64Array) -> Int64Array:
+    """Slots or block ids, of each of which only the last is left, and −1 in the others' place."""
+    found: Int64Array = np.full_like(index, -1)
+    entries, from_behind = np.unique(index[::-1], return_index=True)
+    found[len(index) - 1 - from_behind] = entries
+    return found
 
 
 def carry_out(moves: Sequence[Move], nbytes: int) -> None:
