@@ -15,12 +15,16 @@ PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 GENERATOR_AND_KERNELS := numba numpy jinja2 pyyaml pydantic --constraint constraints.txt
 GENERATOR_AND_KERNELS_3.10 := numba==0.61.0 numpy==1.24.0 jinja2==3.0.0 pyyaml==6.0 pydantic==2.6.0
 
+# The releases of LMCache whose own code is run over kvloom: the first by most of tests/integration,
+# the other, which has its operators elsewhere, by the tests of kvloom.lmcache.install.
+LMCACHE := 0.5.6 0.4.7
+
 # Neither an active environment nor a person's own search path may change what runs here.
 unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH PIP_USER PIP_TARGET PIP_PREFIX
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench lint generate goldens check format pythons clean
+.PHONY: help demo test bench lint generate goldens check format pythons lmcache clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -28,8 +32,19 @@ help: ## list these commands
 demo: $(VENV_READY) ## offload, wipe and reload a paged cache in every layout
 	@$(VENV_PYTHON) examples/demo.py $(ARGS)
 
-test: lint check pythons ## lint, freshness of the generated files, then every test
-	@$(VENV_PYTHON) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+# Two calls, since LMCache must not be importable where kvloom is tested without it. One that selects
+# nothing (pytest says 5) is no failure if ARGS select tests of the other.
+PYTEST := $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist worksteal
+LMCACHE_PATH := $(CURDIR)/build/lmcache/$(firstword $(LMCACHE)):$(CURDIR)/build/lmcache/packages
+PYTEST_LMCACHE := PYTHONPATH="$(LMCACHE_PATH)" \
+  $(PYTEST) --override-ini testpaths=tests/integration -m lmcache
+
+test: lint check pythons lmcache ## lint, freshness of the generated files, then every test
+	@$(PYTEST) $(ARGS); alone=$$?; beside=$$alone; \
+	case $$alone in 0|5) \
+	  if [ -e build/lmcache/.ready ]; then $(PYTEST_LMCACHE) $(ARGS); beside=$$?; fi;; \
+	esac; \
+	case $$alone$$beside in 00) ;; 05|50) exit $(if $(strip $(ARGS)),0,5);; 55) exit 5;; *) exit 1;; esac
 
 lint: $(VENV_READY) ## ruff and mypy
 	@$(VENV_PYTHON) -m ruff check
@@ -41,6 +56,7 @@ bench: $(VENV_READY) ## measure transfers beside a torch copy, on a machine that
 
 generate: $(VENV_READY) ## write everything that follows from specs/
 	@$(VENV_PYTHON) -m kvloom_codegen
+	@$(VENV_PYTHON) -m kvloom.lmcache docs/lmcache.md
 
 goldens: $(VENV_READY) ## renew the goldens that differ, to be reviewed as a diff
 	@$(VENV_PYTHON) -m kvloom_codegen --update-goldens
@@ -48,12 +64,15 @@ goldens: $(VENV_READY) ## renew the goldens that differ, to be reviewed as a dif
 
 check: $(VENV_READY) ## say which generated files are missing, stale or orphaned
 	@$(VENV_PYTHON) -m kvloom_codegen --check
+	@$(VENV_PYTHON) -m kvloom.lmcache --check docs/lmcache.md
 
 format: $(VENV_READY) ## format and mend what ruff can
 	@$(VENV_PYTHON) -m ruff check --fix
 	@$(VENV_PYTHON) -m ruff format
 
 pythons: $(PYTHONS:%=build/pythons/%/.ready) ## environments of the other Pythons at hand, for the tests
+
+lmcache: build/lmcache/.ready ## LMCache, without what it depends on, for the tests that run its code
 
 clean: ## remove environments, builds and caches
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -82,3 +101,18 @@ build/pythons/%/.ready: pyproject.toml constraints.txt Makefile | $(VENV_READY)
 	build/pythons/$*/bin/python $(PIP_INSTALL) --only-binary :all: \
 	  $(or $(GENERATOR_AND_KERNELS_$*),$(GENERATOR_AND_KERNELS)) && \
 	touch $@
+
+# torch and the rest are the environment's. LMCache has wheels for some platforms and Pythons alone:
+# where pip finds none, its tests are left out, and the next run looks again.
+build/lmcache/.ready: tests/integration/requirements.txt Makefile $(VENV_READY)
+	@echo "Installing into build/lmcache"; rm -rf build/lmcache; \
+	into() { \
+	  $(VENV_PYTHON) $(PIP_INSTALL) --no-deps --only-binary :all: --target build/lmcache/"$$@" 2>&1; \
+	}; \
+	if said=$$(true $(foreach version,$(LMCACHE),&& into $(version) lmcache==$(version)) && \
+	  into packages --requirement tests/integration/requirements.txt); then touch $@; else \
+	  case $$said in \
+	    *"No matching distribution"*) echo "The tests of LMCache are left out: $${said##*ERROR: }";; \
+	    *) echo "$$said"; exit 1;; \
+	  esac; \
+	fi

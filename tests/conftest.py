@@ -7,6 +7,9 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Has LMCache on its path, and is run by a call of pytest of its own, after the one for all else.
+collect_ignore = ["integration"]
+
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
 
 # Times say nothing on a busy machine: the first example of a test may compile a kernel.

@@ -12,6 +12,9 @@ from kvloom.arguments import integer
 from kvloom.lmcache.transfers import tensor_at
 from kvloom.lmcache.wire import device_of
 
+# Numbers of these need a scale, which memory does not have; torch crashes without one.
+_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+
 
 def get_gpu_pci_bus_id(device_id: int = 0) -> str | None:
     """The PCI address of a GPU in upper case, "0000:29:00.0", or None without such a device."""
@@ -33,11 +36,15 @@ def tensor_from_ptr(
     where = device_of("device", device)
     if where.type != "cpu":
         raise NotImplementedError(f"device: got {where}, takes cpu: others can't be wrapped yet")
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype: got {dtype!r}, takes a torch.dtype")
+    if not isinstance(dtype, torch.dtype) or dtype in _QUANTIZED:
+        raise TypeError(f"dtype: got {dtype!r}, takes a torch.dtype that is not quantized")
+    if not isinstance(shape, Sequence) or isinstance(shape, (str, bytes)):
+        raise TypeError(f"shape: got {type(shape).__name__}, takes a list or tuple of sizes")
     sizes = [integer(f"shape[{number}]", size) for number, size in enumerate(shape)]
     if min(sizes, default=0) < 0:
         raise ValueError(f"shape: got {tuple(sizes)}, takes sizes of 0 or more")
+    if prod(max(1, size) for size in sizes) * dtype.itemsize >= 1 << 63:
+        raise ValueError(f"shape: got {tuple(sizes)}, takes less than 2**63 bytes")
     address, nbytes = integer("ptr", ptr), prod(sizes) * dtype.itemsize
     if nbytes and not 0 < address <= (1 << 64) - nbytes:
         raise ValueError(f"ptr: got {address}, takes an address with {nbytes} bytes behind it")

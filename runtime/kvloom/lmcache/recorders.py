@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from threading import Event, Lock, Thread
+from threading import TIMEOUT_MAX, Event, Lock, Thread, current_thread
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -95,11 +95,14 @@ class DeviceHostFuncDispatcher:
     """
 
     def __init__(self, drain_interval_seconds: float = 0.005) -> None:
-        if not drain_interval_seconds > 0:
+        interval = drain_interval_seconds
+        if isinstance(interval, bool) or not isinstance(interval, (int, float)):
+            raise TypeError(f"drain_interval_seconds: got {interval!r}, takes a number of seconds")
+        if not 0 < interval <= TIMEOUT_MAX:
             raise ValueError(
-                f"drain_interval_seconds: got {drain_interval_seconds}, takes more than 0"
+                f"drain_interval_seconds: got {interval}, takes more than 0, {TIMEOUT_MAX} at most"
             )
-        self._interval = drain_interval_seconds
+        self._interval = interval
         self._handlers: dict[str, _Handler] = {}
         self._exceptions: Counter[str] = Counter()
         self._dispatched = 0
@@ -135,7 +138,7 @@ class DeviceHostFuncDispatcher:
         with self._lock:
             thread, self._thread = self._thread, None
             self._stopping.set()
-        if thread is not None:
+        if thread is not None and thread is not current_thread():  # a handler may stop it too
             thread.join(timeout)
         self._drain()
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,9 +18,6 @@ if TYPE_CHECKING:
     from kvloom._abi import Int64Array
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Elements that are converted at a time: they stay in a processor's own cache, and torch, which has
-# threads of its own for larger tensors, converts them on the thread that asks.
-_AT_ONCE = 1 << 15
 # Parts for each thread: one that starts late then does fewer of them.
 _PARTS = 4
 
@@ -60,7 +55,7 @@ def rotary_embedding_k_fused_strided(
 ) -> None:
     """``rotary_embedding_k_fused`` on [T, NH, ``head_stride``], a head being its first elements."""
     size = _head_size(key, head_size, head_stride)
-    rotated = _rotated(cos_sin_cache, size)
+    rotated = _rotated(cos_sin_cache, size, key.device)
     home = Home(key.device)
     facts = home.facts("key", key)
     table = cos_sin_cache.detach()
@@ -75,11 +70,11 @@ def rotary_embedding_k_fused_strided(
         return
     check_self(facts)
     check_apart([facts, facts_of_table])
-    with torch.inference_mode():  # key may have been made in that mode too
-        run = _turn_here if key.device.type == "cpu" else turn
-        run(turned, table, old, new, bool(is_neox))
+    run = _turn_here if key.device.type == "cpu" else turn
+    run(turned, table, old, new, bool(is_neox))
 
 
+@torch.inference_mode()  # key may have been made in that mode too
 def turn(
     turned: torch.Tensor, table: torch.Tensor, old: Int64Array, new: Int64Array, is_neox: bool
 ) -> None:
@@ -100,21 +95,24 @@ def _turn_here(
     turned: torch.Tensor, table: torch.Tensor, old: Int64Array, new: Int64Array, is_neox: bool
 ) -> None:
     """Turn [T, NH, R] on the CPU, on several threads where that pays."""
-    count, heads, rotated = turned.shape
-    width = min(heads, max(1, _AT_ONCE // rotated))
-    step = max(1, _AT_ONCE // (width * rotated))
-    kernel, rows = _kernel(), _rows_of(table)
+    from kvloom.lmcache import rotation
+
+    count, heads, _ = turned.shape
+    steps = turned.stride()
+    reach = sum((size - 1) * step for size, step in zip(turned.shape, steps, strict=True))
+    flat, held = _bits(turned.as_strided((reach + 1,), (1,)))
+    if table.dtype is not torch.float64 and table.is_contiguous():
+        rows, table_held = _bits(table)
+    else:  # only rows that are used: there may be many more
+        rows, table_held = _bits(_picked(table, np.concatenate([old, new])))
+        old, new = np.arange(2 * count).reshape(2, count)
+    rotation.compile_for(flat, rows)
 
     def work(part: range) -> None:
-        with torch.inference_mode():  # which is a thread's own
-            for first in range(part.start, part.stop, step):
-                last = min(first + step, part.stop)
-                undo, apply = rows(old[first:last]), rows(new[first:last])
-                for head in range(0, heads, width):
-                    some = turned[first:last, head : head + width]
-                    wide = some.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-                    kernel(wide.numpy(), *undo, *apply, is_neox)
-                    some.copy_(wide)
+        rotation.rotate(
+            *(flat, held, *steps, heads, rows, table_held, old, new),
+            *(part.start, part.stop, is_neox),
+        )
 
     enough = shared_from()
     if enough is None or turned.numel() * 4 < enough // 4:
@@ -128,55 +126,22 @@ def _turn_here(
     )
 
 
-def _rows_of(table: torch.Tensor) -> Callable[[Int64Array], tuple[Any, Int64Array]]:
-    """What gives, for positions, an array of float32 and the numbers of their rows in it.
+def _bits(tensor: torch.Tensor) -> tuple[Any, int]:
+    """A tensor's numbers as an array of their bits, and what the kernel is told of them."""
+    from kvloom.lmcache.rotation import BFLOAT16, FLOAT16, FLOAT32
 
-    Of a table in another form only rows that are used are converted: it may have many more.
-    """
-    if table.dtype is torch.float32 and table.is_contiguous():
-        whole = table.numpy()
-        return lambda positions: (whole, positions)
-    return lambda positions: (
-        table.index_select(0, torch.from_numpy(positions)).float().numpy(),
-        np.arange(len(positions)),
-    )
+    if tensor.dtype is torch.float32:
+        return tensor.numpy().view(np.uint32), FLOAT32
+    held = FLOAT16 if tensor.dtype is torch.float16 else BFLOAT16
+    return tensor.view(torch.int16).numpy().view(np.uint16), held
 
 
-@cache
-def _kernel() -> Callable[..., None]:
-    """Turn a contiguous float32 array [T, NH, R], given each token's rows in two tables."""
-    from kvloom._kernel import kernel
-
-    def rotate(
-        key: Any, undo_rows: Any, old: Any, apply_rows: Any, new: Any, is_neox: bool
-    ) -> None:
-        half = key.shape[2] // 2
-        for token in range(key.shape[0]):
-            undo, apply = undo_rows[old[token]], apply_rows[new[token]]
-            for head in range(key.shape[1]):
-                row = key[token, head]
-                if is_neox:  # a loop of its own, which is compiled to vectors
-                    for i in range(half):
-                        x, y = row[i], row[i + half]
-                        x, y = x * undo[i] + y * undo[i + half], y * undo[i] - x * undo[i + half]
-                        row[i] = x * apply[i] - y * apply[i + half]
-                        row[i + half] = y * apply[i] + x * apply[i + half]
-                else:
-                    for i in range(half):
-                        x, y = row[2 * i], row[2 * i + 1]
-                        x, y = x * undo[i] + y * undo[i + half], y * undo[i] - x * undo[i + half]
-                        row[2 * i] = x * apply[i] - y * apply[i + half]
-                        row[2 * i + 1] = y * apply[i] + x * apply[i + half]
-
-    found: Any = kernel(rotate)
-    # Compiled before anything changes: keeping it on a full disk fails, and only the first time.
-    table, none = np.zeros((1, 2), np.float32), np.zeros(0, np.int64)
-    try:
-        found(np.zeros((0, 1, 2), np.float32), table, none, table, none, True)
-    except OSError:
-        if not found.signatures:
-            raise
-    return cast("Callable[..., None]", found)
+def _picked(table: torch.Tensor, positions: Int64Array) -> torch.Tensor:
+    """Rows of a table in memory of their own, by numpy: torch's threads hang in a forked child."""
+    if table.dtype is torch.float64:
+        return torch.from_numpy(table.numpy()[positions].astype(np.float32))
+    bits = table.view(torch.int16 if table.itemsize == 2 else torch.int32)
+    return torch.from_numpy(bits.numpy()[positions]).view(table.dtype)
 
 
 def _head_size(key: Any, head_size: Any, head_stride: Any) -> int:
@@ -185,6 +150,8 @@ def _head_size(key: Any, head_size: Any, head_stride: Any) -> int:
         raise TypeError(f"key: got {type(key).__name__}, takes a tensor")
     if key.dtype not in _DTYPES:
         raise TypeError(f"key: got {key.dtype}, takes float32, float16 or bfloat16")
+    if key.device.type == "meta":
+        raise ValueError("key: is on the meta device, where there are no values")
     size, stride = integer("head_size", head_size), integer("head_stride", head_stride)
     if size < 1:
         raise ValueError(f"head_size: got {size}, takes 1 or more")
@@ -195,7 +162,7 @@ def _head_size(key: Any, head_size: Any, head_stride: Any) -> int:
     return size
 
 
-def _rotated(cos_sin_cache: Any, head_size: int) -> int:
+def _rotated(cos_sin_cache: Any, head_size: int, device: torch.device) -> int:
     """The elements of a head that are rotated: the columns of the table."""
     if not isinstance(cos_sin_cache, torch.Tensor):
         raise TypeError(f"cos_sin_cache: got {type(cos_sin_cache).__name__}, takes a tensor")
@@ -211,6 +178,10 @@ def _rotated(cos_sin_cache: Any, head_size: int) -> int:
         raise ValueError(
             f"cos_sin_cache: got {columns} columns, takes {head_size} at most, the elements of a "
             "head"
+        )
+    if cos_sin_cache.device != device:
+        raise ValueError(
+            f"cos_sin_cache: is on {cos_sin_cache.device}, takes {device}, where key is"
         )
     return columns
 
