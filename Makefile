@@ -32,8 +32,8 @@ help: ## list these commands
 demo: $(VENV_READY) ## offload, wipe and reload a paged cache in every layout
 	@$(VENV_PYTHON) examples/demo.py $(ARGS)
 
-# Two calls, since LMCache must not be importable where kvloom is tested without it. One that selects
-# nothing (pytest says 5) is no failure if ARGS select tests of the other.
+# Two calls, since LMCache must not be importable where kvloom is tested without it. One that
+# selects nothing (pytest says 5) is no failure if ARGS select tests of the other.
 PYTEST := $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist worksteal
 LMCACHE_PATH := $(CURDIR)/build/lmcache/$(firstword $(LMCACHE)):$(CURDIR)/build/lmcache/packages
 PYTEST_LMCACHE := PYTHONPATH="$(LMCACHE_PATH)" \
@@ -44,7 +44,11 @@ test: lint check pythons lmcache ## lint, freshness of the generated files, then
 	case $$alone in 0|5) \
 	  if [ -e build/lmcache/.ready ]; then $(PYTEST_LMCACHE) $(ARGS); beside=$$?; fi;; \
 	esac; \
-	case $$alone$$beside in 00) ;; 05|50) exit $(if $(strip $(ARGS)),0,5);; 55) exit 5;; *) exit 1;; esac
+	case $$alone$$beside in \
+	  00) ;; \
+	  05|50) exit $(if $(strip $(ARGS)),0,5);; \
+	  *) exit 1;; \
+	esac
 
 lint: $(VENV_READY) ## ruff and mypy
 	@$(VENV_PYTHON) -m ruff check
@@ -72,7 +76,7 @@ format: $(VENV_READY) ## format and mend what ruff can
 
 pythons: $(PYTHONS:%=build/pythons/%/.ready) ## environments of the other Pythons at hand, for the tests
 
-lmcache: build/lmcache/.ready ## LMCache, without what it depends on, for the tests that run its code
+lmcache: build/lmcache/.ready ## two releases of LMCache alone, for the tests that run its code
 
 clean: ## remove environments, builds and caches
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -211,6 +211,14 @@ def sizes(*values: int) -> list[Wrong]:
     ]
 
 
+def three_objects() -> list[torch.Tensor]:
+    return [random(2, NL, 2 * BS, D) for _ in range(3)]
+
+
+def quantized(*shape: int) -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.zeros(shape), 0.1, 0, torch.quint8)
+
+
 def no_cpu(device: str) -> Wrong:
     """Addresses there can't be followed yet."""
     return value(device, NotImplementedError)
@@ -239,14 +247,14 @@ WRONG: dict[str, dict[str, list[Wrong]]] = {
         "key_value_ptrs": [*no_addresses(NL), *no_tensors(layers)],
         "slot_mapping": SLOT_MAPPING,
         "paged_memory_device": [
-            *(value(None, TypeError), value("nowhere", TypeError), value(7.5, TypeError)),
+            *(value(None, TypeError), value("nowhere"), value(7.5, TypeError)),
             *(value("cuda"), value("meta")),
         ],
         "page_buffer_size": sizes(0, -4, PBS - 1),
         "direction": DIRECTION,
         "engine_kv_format": FORMAT,
         "block_size": sizes(-1, BS + 1),
-        "head_size": sizes(-1, HS + 1),
+        "head_size": sizes(-1, HS + 1, 2**70),
         "skip_prefix_n_tokens": sizes(-1, T + 1),
         "block_stride_elems": sizes(-1),
     },
@@ -265,6 +273,12 @@ WRONG: dict[str, dict[str, list[Wrong]]] = {
             *(value(None, TypeError), value("objects", TypeError), value(7, TypeError)),
             *(value([0, 0, 0]), value([-1, 64, 64]), value([1.5, 64, 64], TypeError)),
             wrong(lambda: [random(2, NL, 2 * BS, D), None, None], TypeError),
+            wrong(lambda: [*three_objects(), None], TypeError),
+            wrong(lambda: [*three_objects(), "a fourth that is not needed"], TypeError),
+            wrong(lambda: [*three_objects()[:2], random(2, NL, BS - 1, D)], ValueError),
+            wrong(lambda: [*three_objects()[:2], random(2, NL, 3 * BS, D)], ValueError),
+            wrong(lambda: [2**70] * 3, ValueError),
+            wrong(lambda: [quantized(2, NL, 2 * BS, 2 * D)] * 3, ValueError),
             *(
                 wrong(lambda one=one: [random(2, NL, 2 * BS, D), one(), one()], error, named)
                 for one, error, named in no_chunk(2, NL, 2 * BS, D)
@@ -287,6 +301,12 @@ WRONG: dict[str, dict[str, list[Wrong]]] = {
             wrong(lambda: described(nb=NB + 1), ValueError, "shape_desc.nb"),
             wrong(lambda: described(bs=BS + 1), ValueError, "shape_desc.bs"),
             wrong(lambda: described(hs=HS + 1), ValueError, "shape_desc.hs"),
+            wrong(lambda: described(hs=2**70), ValueError, "shape_desc.hs"),
+            wrong(lambda: described(nh=NH - 3), ValueError, "shape_desc.nh"),
+            wrong(lambda: described(nh=NH + 1), ValueError, "shape_desc.nh"),
+            wrong(lambda: described(element_size=1), ValueError, "shape_desc.element_size"),
+            wrong(lambda: described(dtype=torch.float32), ValueError, "shape_desc.dtype"),
+            wrong(lambda: described(dtype=torch.quint8), ValueError, "shape_desc.dtype"),
             wrong(lambda: described(kv_size=1), ValueError, "shape_desc.kv_size"),
             wrong(lambda: described(nl=None), TypeError, "shape_desc.nl"),
         ],
@@ -344,7 +364,7 @@ WRONG_BESIDE_ADDRESSES: dict[str, dict[str, list[Wrong]]] = {
     "multi_layer_kv_transfer": {
         "key_value": [wrong(lambda: random(2, NL, T, D + 1), ValueError)],
         "paged_memory_device": [*map(no_cpu, ("cuda", "meta"))],
-        "page_buffer_size": sizes(0, -4, PBS - 1),
+        "page_buffer_size": sizes(0, -4, PBS - 1, BS * 2**45, BS * 2**60),
         "block_size": sizes(0, -1, BS + 1),
         "head_size": sizes(0, -1, HS + 1),
         "block_stride_elems": sizes(-1, BS * D - 1),
@@ -363,6 +383,8 @@ WRONG_BESIDE_ADDRESSES: dict[str, dict[str, list[Wrong]]] = {
             wrong(lambda: described(hs=0), ValueError, "shape_desc.nh"),
             wrong(lambda: described(nh=0), ValueError, "shape_desc.nh"),
             wrong(lambda: described(element_size=3), ValueError, "shape_desc.element_size"),
+            wrong(lambda: described(nb=2**45), ValueError, "shape_desc.nb"),
+            wrong(lambda: described(element_size=1, dtype=torch.quint8), ValueError, "dtype"),
             wrong(lambda: described(block_stride_elems=BS * D - 1), ValueError, "block_stride"),
         ],
     },
@@ -420,6 +442,64 @@ def test_a_wrong_argument_is_named_and_nothing_has_changed(
         assert type(caught.value) is error
         assert (named or argument) in str(caught.value)
         assert all(same(*pair) for pair in zip(watched, before, strict=True))
+
+
+NESTED_WRONGLY = {
+    "of 4 and 2": (4, lambda k, v: [[*k, v[0]], v[1:]]),
+    "of layers": (4, lambda k, v: [[*pair] for pair in zip(k, v, strict=True)]),
+    "a tensor beside lists": (4, lambda k, v: [k, *v]),
+    "of 1, 1 and 4": (16, lambda k, v: [k[:1], v[:1], [k[1], v[1], k[2], v[2]]]),
+    "of planes": (16, lambda k, v: [k, v]),
+    "of one": (3, lambda k, _: [[one] for one in k]),
+}
+
+
+@pytest.mark.parametrize(("form", "nest"), NESTED_WRONGLY.values(), ids=NESTED_WRONGLY)
+def test_lists_that_are_not_nested_as_the_format_has_them_are_refused(
+    form: int, nest: Callable[..., Any]
+) -> None:
+    """Also where the tensors in them were met before, in a flat list of the same order."""
+    if form == 3:
+        keys, values = [random(NB, BS, D) for _ in range(NL)], []
+    else:
+        keys, values = ([random(PBS, NH, HS) for _ in range(NL)] for _ in range(2))
+    if form == 16:
+        keys, values = ([one.view(NB, BS, NH, HS) for one in some] for some in (keys, values))
+    chunk = random(1 if form == 3 else 2, NL, T, D)
+    given = nest(keys, values)
+    rest = (torch.tensor(SLOTS), torch.device("cpu"), PBS, 1, form, BS)
+    for met_before in (False, True):
+        if met_before:
+            ops.multi_layer_kv_transfer(chunk, flat(given), *rest)
+        before = chunk.clone()
+        with pytest.raises(ValueError, match="key_value_ptrs"):
+            ops.multi_layer_kv_transfer(chunk, given, *rest)
+        assert same(chunk, before)
+
+
+@pytest.mark.parametrize("form", [11, 13])
+def test_packed_rows_are_not_split_without_a_head_size(form: int) -> None:
+    """LMCache 4463: the first half of a row is not its keys. Unsplit, rows need none."""
+    tensors = [random(NB, BS, NH, 2 * HS) for _ in range(NL)]
+    rest = (torch.tensor(SLOTS), torch.device("cpu"), PBS, 1, form, BS)
+    for given in (addresses(tensors), [one.flatten(2).flatten(0, 1) for one in tensors]):
+        chunk = random(2, NL, T, D)
+        before = chunk.clone()
+        with pytest.raises(ValueError, match="head_size: got 0"):
+            ops.multi_layer_kv_transfer(chunk, given, *rest)
+        assert same(chunk, before)
+        ops.multi_layer_kv_transfer(random(1, NL, T, 2 * D), given, *rest)
+
+
+def test_no_layers_are_no_cache() -> None:
+    rest = (torch.tensor(SLOTS), torch.device("cpu"), PBS, 1)
+    for form in (0, 1, 4):
+        with pytest.raises(ValueError, match="key_value_ptrs: got 0 tensors"):
+            ops.multi_layer_kv_transfer(random(2, 0, T, D), [], *rest, form)
+    call, _ = multi_layer_block_kv_transfer()
+    call.update(paged_buffer_ptrs_tensor=[], shape_desc=described(nl=0))
+    with pytest.raises(ValueError, match="paged_buffer_ptrs_tensor: got 0 tensors"):
+        ops.multi_layer_block_kv_transfer(**call, direction=0)
 
 
 @pytest.mark.parametrize("operator", ["multi_layer_kv_transfer", "load_and_reshape_flash"])

@@ -353,7 +353,7 @@ def test_a_tensor_without_elements_needs_no_memory(shape: tuple[int, ...], addre
         ({"dtype": "float32"}, TypeError, r"dtype: got 'float32', takes a torch\.dtype"),
         ({"dtype": None}, TypeError, r"dtype: got None, takes a torch\.dtype"),
         ({"dtype": torch.quint8}, TypeError, r"dtype: got torch\.quint8, takes .* not quantized"),
-        ({"device": "nowhere"}, TypeError, "device: got 'nowhere', takes a torch.device"),
+        ({"device": "nowhere"}, ValueError, "device: got 'nowhere', takes a torch.device"),
         ({"device": None}, TypeError, "device: got None, takes a torch.device"),
         ({"device": "cuda:0"}, NotImplementedError, "device: got cuda:0, takes cpu"),
         ({"device": "meta"}, NotImplementedError, "device: got meta, takes cpu"),

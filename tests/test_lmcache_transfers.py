@@ -9,6 +9,7 @@ import enum
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -394,9 +395,10 @@ def test_blocks_of_a_packed_format_stay_packed_in_a_buffer_of_two_planes(
     tensors = engine(layout)
     packed = list(random((3, *chunk_shape(layout, 2 * G.block_size))))
     two = [one.view(2, G.layers, 2 * G.block_size, G.heads * G.head_size) for one in packed]
-    call = by_blocks(layout, two, tensors, direction=direction)
-    sides = block_sides(layout, tensors, packed, direction)
-    sides.check(lambda: ops.multi_layer_block_kv_transfer(**call))
+    for dtype in (DTYPE, torch.uint8, torch.float32):
+        call = by_blocks(layout, [one.view(dtype) for one in two], tensors, direction=direction)
+        sides = block_sides(layout, tensors, packed, direction)
+        sides.check(lambda c=call: ops.multi_layer_block_kv_transfer(**c))
 
 
 def test_with_tensors_their_strides_win() -> None:
@@ -539,8 +541,9 @@ def test_directions_and_formats_may_be_enums_of_any_kind_and_numbers(
 def test_a_chunk_of_another_dtype_is_the_same_bytes() -> None:
     layout = kvloom.layout(2)
     tensors, chunk = engine(layout), random(chunk_shape(layout, len(SLOTS)))
-    for dtype in (torch.float16, torch.uint8, torch.int16):
-        call = by_slots(layout, chunk.view(dtype), tensors, direction=D2H)
+    merged = [one.flatten(3) for one in tensors]
+    for dtype, given in product((torch.float16, torch.uint8, torch.int16), (tensors, merged)):
+        call = by_slots(layout, chunk.view(dtype), given, direction=D2H)
         sides = Sides(layout, tensors, chunk, SLOTS, D2H)
         sides.check(lambda c=call: ops.multi_layer_kv_transfer(**c))
 
@@ -572,6 +575,12 @@ def test_a_cache_is_recognised_by_what_it_is_and_not_by_its_address_alone() -> N
             expected = oracle.expected_chunk(layout.name, [tensor], SLOTS, geometry)
             assert oracle.same_bytes(same, expected)
     call = by_slots(layout, chunk, [torch._neg_view(memory)], direction=D2H)
+    with pytest.raises(ValueError, match="conjugate or negative view"):
+        ops.multi_layer_kv_transfer(**call)
+    swapped = memory.clone()
+    call = by_slots(layout, chunk, [swapped], direction=D2H)
+    ops.multi_layer_kv_transfer(**call)
+    swapped.data = torch._neg_view(swapped.data)
     with pytest.raises(ValueError, match="conjugate or negative view"):
         ops.multi_layer_kv_transfer(**call)
     needs_grad = memory.clone().requires_grad_()

@@ -19,7 +19,7 @@ def integer(name: str, value: object) -> int:
         if isinstance(value, bool):
             raise TypeError
         return index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, RuntimeError):  # the latter of tensors whose values can't be had
         raise TypeError(f"{name}: got {value!r}, takes an integer") from None
 
 

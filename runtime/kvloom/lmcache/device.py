@@ -10,10 +10,7 @@ import torch
 
 from kvloom.arguments import integer
 from kvloom.lmcache.transfers import tensor_at
-from kvloom.lmcache.wire import device_of
-
-# Numbers of these need a scale, which memory does not have; torch crashes without one.
-_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+from kvloom.lmcache.wire import QUANTIZED, device_of
 
 
 def get_gpu_pci_bus_id(device_id: int = 0) -> str | None:
@@ -36,7 +33,7 @@ def tensor_from_ptr(
     where = device_of("device", device)
     if where.type != "cpu":
         raise NotImplementedError(f"device: got {where}, takes cpu: others can't be wrapped yet")
-    if not isinstance(dtype, torch.dtype) or dtype in _QUANTIZED:
+    if not isinstance(dtype, torch.dtype) or dtype in QUANTIZED:
         raise TypeError(f"dtype: got {dtype!r}, takes a torch.dtype that is not quantized")
     if not isinstance(shape, Sequence) or isinstance(shape, (str, bytes)):
         raise TypeError(f"shape: got {type(shape).__name__}, takes a list or tuple of sizes")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from operator import attrgetter, is_
+from operator import attrgetter
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 from kvloom._forks import held_across_forks
 from kvloom.cache import bind_facts
 from kvloom.geometry import SIGNS, TensorFacts, flat_slots, layout_text, shape_of, shape_text
+from kvloom.overlap import span
 from kvloom.tensors import Home, to_host
 
 if TYPE_CHECKING:
@@ -25,36 +25,16 @@ if TYPE_CHECKING:
 # Caches that were bound before, by all that they were bound to: an engine shows the same again and
 # again, and binding costs more than moving a few tokens.
 _MOST_CACHES = 256
+_MOST_ADDRESS = 1 << 57  # what processors have
 _caches: dict[tuple[Any, ...], _Known] = {}
 _remembering = held_across_forks(Lock())
-
-
-class _Seen(NamedTuple):
-    """What a bound cache depends on of its tensors, besides where they lie.
-
-    That a tensor is the very same object says all that can't change of it. Of others ``kinds`` tell
-    it, which take longer to ask for: the dispatch keys hold device, layout and kind.
-    """
-
-    shapes: list[Any]
-    strides: list[tuple[int, ...]]
-    objects: list[weakref.ref[torch.Tensor]]
-    kinds: list[int]
 
 
 class _Known(NamedTuple):
     """A cache, and what its tensors were seen to be, if it was bound to tensors."""
 
     cache: Cache
-    seen: _Seen | None = None
-
-    def holds(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether these tensors, which lie where the cache's do, are what it is bound to."""
-        seen = self.seen
-        if seen is None or _shapes(tensors) != seen.shapes or _strides_of(tensors) != seen.strides:
-            return False
-        same = all(map(is_, [found() for found in seen.objects], tensors))
-        return same or _kinds(tensors) == seen.kinds
+    seen: list[list[Any]] | None = None
 
 
 class Names(NamedTuple):
@@ -76,7 +56,8 @@ class Sizes:
     """What a call says of a paged cache: counts, elements of a head, bytes of an element.
 
     ``row`` has the elements of one plane's token, ``head_size`` those of a head, of packed layouts
-    both planes'. ``block_stride`` is in elements. What is 0 the call does not say.
+    both planes'. ``block_stride`` is in elements. What is 0 the call does not say. ``split`` says
+    that a packed row goes to a K plane and a V plane.
     """
 
     layers: int
@@ -86,6 +67,7 @@ class Sizes:
     head_size: int
     dtype: torch.dtype
     block_stride: int = 0
+    split: bool = False
     names: Names = BY_SLOTS
 
 
@@ -137,6 +119,7 @@ def is_pointers(given: object) -> bool:
     """Whether a call's tensors are given as a tensor of addresses."""
     return (
         isinstance(given, torch.Tensor)
+        and given.layout is torch.strided
         and given.dim() == 1
         and given.dtype in (torch.int64, torch.uint64)
     )
@@ -182,9 +165,10 @@ def _extents(layout: Layout, sizes: Sizes) -> dict[str, int]:
 def _head_size(layout: Layout, sizes: Sizes) -> int:
     """The elements of one plane's head."""
     given, name = sizes.head_size, sizes.names.head_size
-    if not given and by_head(layout):
+    if not given and (by_head(layout) or sizes.split):
         raise ValueError(
-            f"{name}: got 0, takes the elements of a head, since {layout.name} keeps heads apart"
+            f"{name}: got 0, takes the elements of a head, into which the rows of {layout.name} "
+            "must be cut"
         )
     if not given:
         return sizes.row
@@ -223,6 +207,11 @@ def _by_address(layout: Layout, given: torch.Tensor, what: str, sizes: Sizes) ->
         TensorFacts(f"{what}[{number}]", address, shape, strides, itemsize, dtype)
         for number, address in enumerate(addresses.tolist())
     ]
+    ends = [one.address + span(one) for one in facts]
+    if min(addresses) < 0 or max(ends) > _MOST_ADDRESS:
+        raise ValueError(
+            f"{what}, {sizes.names.slots}: got addresses to {max(ends)}, takes what memory has"
+        )
     block_size = extents["token"] if flat_slots(layout.facts) else None
     cache = bind_facts(layout, counts, facts, block_size, Home(torch.device("cpu")))
     _remember(key, _Known(cache))
@@ -248,14 +237,19 @@ def _strides(layout: Layout, extents: dict[str, int], sizes: Sizes) -> tuple[int
 
 
 def _by_tensor(layout: Layout, given: Any, what: str, sizes: Sizes) -> Cache:
+    if not isinstance(given, (torch.Tensor, list, tuple)):
+        raise TypeError(
+            f"{what}: got {type(given).__name__}, takes a 1-D int64 or uint64 tensor of addresses, "
+            "a tensor, or a list of tensors"
+        )
     tensors = [given] if isinstance(given, torch.Tensor) else list(flat(given))
-    key = (layout.name, sizes, _places(tensors))
+    key = (layout.name, sizes, _places(tensors), _nesting(given))
     found = _caches.get(key)
-    if found is not None and found.holds(tensors):
+    if found is not None and found.seen == _seen(tensors):
         return found.cache
     counts = [sizes.layers if axis == "layer" else 2 for axis in layout.facts.lists]
     named = list(_leaves(given, what, counts))
-    if len(named) != prod(counts):
+    if len(named) != prod(counts) or not named:
         raise ValueError(
             f"{what}: got {len(named)} tensors, takes {prod(counts)} for {sizes.layers} layers; "
             f"{layout.name} takes {layout_text(layout.facts)}"
@@ -267,26 +261,22 @@ def _by_tensor(layout: Layout, given: Any, what: str, sizes: Sizes) -> Cache:
     home.settle()
     block_size = sizes.block_size or None if flat_slots(layout.facts) else None
     cache = bind_facts(layout, counts, facts, block_size, home, () if on_cpu else views)
-    group = cache.groups[0]
+    group, has_heads = cache.groups[0], "head" in layout.facts.memory
     head_size = group.head_size * (2 if packed(layout) else 1)
     for name, said, found_size in (
         (sizes.names.layers, sizes.layers, cache.layers),
         (sizes.names.block_size, sizes.block_size, cache.block_size),
         (sizes.names.slots, sizes.slots, cache.capacity),
-        (sizes.names.head_size, sizes.head_size, head_size if by_head(layout) else None),
+        (sizes.names.head_size, sizes.head_size, head_size if has_heads else None),
     ):
         if said and found_size is not None and said != found_size:
             raise ValueError(f"{name}: got {said}, takes {found_size} as {what} shows")
     if on_cpu:
-        seen = _Seen(
-            _shapes(tensors), _strides_of(tensors), list(map(weakref.ref, tensors)), _kinds(tensors)
-        )
-        _remember(key, _Known(cache, seen))
+        _remember(key, _Known(cache, _seen(tensors)))
     return cache
 
 
-# dtype and requires_grad too: both may be changed in place.
-_SHAPES = attrgetter("shape", "dtype", "requires_grad")
+_FACTS = attrgetter("shape", "dtype", "requires_grad")
 
 
 def _places(tensors: list[torch.Tensor]) -> tuple[int, ...]:
@@ -296,16 +286,25 @@ def _places(tensors: list[torch.Tensor]) -> tuple[int, ...]:
         return ()
 
 
-def _shapes(tensors: list[torch.Tensor]) -> list[Any]:
-    return list(map(_SHAPES, tensors))
+def _seen(tensors: list[torch.Tensor]) -> list[list[Any]]:
+    """All that a bound cache depends on of its tensors, besides where they lie.
+
+    Asked at every call, so it is quick: dispatch keys hold device, layout and kind.
+    """
+    keys = map(torch._C._dispatch_keys, tensors)
+    return [
+        list(map(_FACTS, tensors)),
+        list(map(torch.Tensor.stride, tensors)),
+        list(map(torch._C.DispatchKeySet.raw_repr, keys)),
+    ]
 
 
-def _strides_of(tensors: list[torch.Tensor]) -> list[tuple[int, ...]]:
-    return list(map(torch.Tensor.stride, tensors))
-
-
-def _kinds(tensors: list[torch.Tensor]) -> list[int]:
-    return [torch._C._dispatch_keys(tensor).raw_repr() for tensor in tensors]
+def _nesting(given: Any) -> tuple[int, ...]:
+    """The lengths of the lists in a list, −1 for what is none; nothing where there are none."""
+    if isinstance(given, torch.Tensor):
+        return ()
+    lengths = tuple(len(one) if isinstance(one, (list, tuple)) else -1 for one in given)
+    return lengths if any(length >= 0 for length in lengths) else ()
 
 
 def flat(given: Any) -> Iterator[Any]:
@@ -323,15 +322,16 @@ def _leaves(given: Any, what: str, counts: Sequence[int]) -> Iterator[tuple[str,
         yield what, given
         return
     if not isinstance(given, (list, tuple)):
-        raise TypeError(
-            f"{what}: got {type(given).__name__}, takes a 1-D int64 or uint64 tensor of addresses, "
-            "a tensor, or a list of tensors"
-        )
+        raise TypeError(f"{what}: got {type(given).__name__}, takes a tensor")
     nested = any(isinstance(one, (list, tuple)) for one in given)
-    if nested and len(given) != (counts[0] if len(counts) > 1 else 1):
-        raise ValueError(f"{what}: got {len(given)} entries, takes {counts[0] if counts else 1}")
+    if nested and (len(counts) < 2 or len(given) != counts[0]):
+        takes = f"{counts[0]} lists" if len(counts) > 1 else "tensors"
+        raise ValueError(f"{what}: got {len(given)} lists, takes {takes}")
     for number, one in enumerate(given):
-        yield from _leaves(one, f"{what}[{number}]", counts[1:])
+        if nested and (not isinstance(one, (list, tuple)) or len(one) != counts[1]):
+            got = len(one) if isinstance(one, (list, tuple)) else type(one).__name__
+            raise ValueError(f"{what}[{number}]: got {got}, takes a list of {counts[1]}")
+        yield from _leaves(one, f"{what}[{number}]", counts[1:] if nested else ())
 
 
 def _as(layout: Layout, sizes: Sizes, what: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -341,6 +341,10 @@ def _as(layout: Layout, sizes: Sizes, what: str, tensor: torch.Tensor) -> torch.
         for number in range(len(dims)):
             if dims[number] == ("one",) and tensor.dim() == len(dims) - 1:
                 tensor = tensor.unsqueeze(number)
+        if "head" not in layout.facts.memory and tensor.dim() > len(dims) and tensor.shape[-2] == 1:
+            tensor = tensor.squeeze(-2)  # the one head that MLA has
+        if dims[0] == ("block", "token") and tensor.dim() == len(dims) + 1:
+            tensor = tensor.view(-1, *tensor.shape[2:])
         if dims[-1] == ("kv", "elem") and tensor.dim() == len(dims) + 1:
             tensor = tensor.view(*tensor.shape[:-2], -1)
         if dims[-2:] == (("kv",), ("elem",)) and tensor.dim() == len(dims) - 1:

@@ -118,7 +118,7 @@ def _first_bytes(name: str, tensor: torch.Tensor, count: int) -> torch.Tensor:
     """The first ``count`` bytes of a tensor, as bytes."""
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         raise ValueError(f"{name}: got strides that leave gaps, takes a contiguous tensor")
-    reason = unaddressable(tensor)
+    reason = "is on the meta device" if tensor.is_meta else unaddressable(tensor)
     if reason:
         raise ValueError(f"{name}: {reason}")
     if tensor.requires_grad:

@@ -6,9 +6,8 @@ import sys
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from kvloom.lmcache.wire import TYPES
 
@@ -32,27 +31,28 @@ def install() -> None:
 
 
 class _OnImport(MetaPathFinder):
-    """Replaces the operators at the end of the first ``import lmcache``."""
+    """Replaces the operators at the end of the first ``import lmcache`` that succeeds."""
 
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name != "lmcache":
             return None
-        sys.meta_path.remove(self)
-        found = find_spec(name)
-        if found is None or found.loader is None:
-            sys.meta_path.insert(0, self)
-            return None
-        found.loader = _ReplacingLoader(found.loader)
-        return found
+        for finder in sys.meta_path:
+            ask = getattr(finder, "find_spec", None)
+            found = None if finder is self or ask is None else ask(name, path, target)
+            if found is not None:
+                if found.loader is not None:
+                    found.loader = _ReplacingLoader(found.loader, self)
+                return cast("ModuleSpec", found)
+        return None
 
 
 class _ReplacingLoader(Loader):
     """Another loader, and then the replacement."""
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+    def __init__(self, loader: Loader, finder: MetaPathFinder) -> None:
+        self._loader, self._finder = loader, finder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -62,6 +62,8 @@ class _ReplacingLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
         _replace(module)
 
 
@@ -84,7 +86,9 @@ class _Operators(ModuleType):
 def _public(module: ModuleType | None) -> dict[str, Any]:
     """What a module lists, which may be more than it holds."""
     names = [] if module is None else dir(module)
-    return {name: getattr(module, name) for name in names if not name.startswith("__")}
+    missing = object()
+    found = {name: getattr(module, name, missing) for name in names if not name.startswith("__")}
+    return {name: value for name, value in found.items() if value is not missing}
 
 
 def _replace(package: ModuleType) -> None:
@@ -110,7 +114,7 @@ def _replace(package: ModuleType) -> None:
 def _imported(name: str) -> ModuleType | None:
     try:
         return import_module(name)
-    except ImportError:  # not in this version, or compiled for a CUDA that is not here
+    except Exception:  # not in this version, or compiled for a CUDA that is not here
         return None
 
 
@@ -122,9 +126,8 @@ def _rename(replaced: ModuleType, made: ModuleType) -> None:
         if callable(theirs) and vars(made)[name] is not theirs
     }
     changed[id(replaced)] = made
-    for module in list(sys.modules.values()):
-        inside = (getattr(module, "__name__", None) or "").startswith("lmcache.")
-        if inside and module is not replaced:
-            for name, value in list(vars(module).items()):
-                if id(value) in changed:
-                    setattr(module, name, changed[id(value)])
+    for name, module in list(sys.modules.items()):
+        inside = name.startswith("lmcache.") and isinstance(module, ModuleType)
+        for own, value in list(vars(module).items()) if inside and module is not replaced else ():
+            if id(value) in changed:
+                setattr(module, own, changed[id(value)])

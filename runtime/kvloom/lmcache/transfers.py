@@ -11,7 +11,8 @@ import torch
 from kvloom import registry
 from kvloom.arguments import integer
 from kvloom.lmcache.formats import Names, Sizes, cache_of, flat, is_pointers, packed, planes
-from kvloom.lmcache.wire import device_of, layout_of, operation
+from kvloom.lmcache.wire import QUANTIZED, device_of, layout_of, operation
+from kvloom.tensors import unaddressable
 
 if TYPE_CHECKING:
     from kvloom.cache import Cache
@@ -29,6 +30,7 @@ _PAIR, _PAIR_OF_SLOTS = 16, 4
 _BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _TWO_PLANES = "two_plane"
+_MOST = 1 << 48  # elements, tokens or bytes: more than memory has
 _SAID = {
     name: f"shape_desc.{name}"
     for name in ("nl", "nb", "bs", "nh", "hs", "element_size", "kv_size", "block_stride_elems")
@@ -68,6 +70,9 @@ def multi_layer_kv_transfer(
     """
     op, layout = operation(direction), layout_of("multi_layer_kv_transfer", engine_kv_format)
     chunk = _multi_layer_chunk(key_value)
+    first = next(flat(key_value_ptrs), None)
+    if isinstance(first, torch.Tensor) and not is_pointers(key_value_ptrs):
+        chunk = _in_dtype("key_value", chunk, first.dtype)
     if layout.id == _ALL_LAYERS and not _is_whole(layout, key_value_ptrs, chunk):
         layout = registry.layout(_PER_LAYER)
     sizes = Sizes(
@@ -78,6 +83,7 @@ def multi_layer_kv_transfer(
         head_size=_size("head_size", head_size),
         dtype=chunk.dtype,
         block_stride=_size("block_stride_elems", block_stride_elems),
+        split=packed(layout) and chunk.shape[0] == 2,
     )
     _check_device("paged_memory_device", paged_memory_device, key_value_ptrs)
     cache = cache_of(layout, key_value_ptrs, "key_value_ptrs", sizes)
@@ -141,10 +147,13 @@ def multi_layer_block_kv_transfer(
     sizes = _described(layout, shape_desc, paged_buffer_ptrs_tensor, lmcache_objects_ptrs)
     _check_device("device", device, paged_buffer_ptrs_tensor)
     cache = cache_of(layout, paged_buffer_ptrs_tensor, "paged_buffer_ptrs_tensor", sizes)
+    if cache.block_size is None:
+        raise ValueError(f"shape_desc.bs: got 0, takes the tokens of a block of {layout.name}")
+    _check_described(layout, cache, shape_desc)
     skip = _size("skip_prefix_n_blocks", skip_prefix_n_blocks)
     names = ("block_ids", "skip_prefix_n_blocks")
     request = cache.request("blocks", block_ids, skip, names)
-    block_size = cache.block_size or 1
+    block_size = cache.block_size
     tokens = _size("lmcache_chunk_size", lmcache_chunk_size, least=1)
     if tokens % block_size:
         raise ValueError(
@@ -157,12 +166,17 @@ def multi_layer_block_kv_transfer(
             f"{each} blocks for each of {len(lmcache_objects_ptrs)} objects"
         )
     chunks = []
-    parts = range(0, request.length, each)
-    for number, (first, given) in enumerate(zip(parts, lmcache_objects_ptrs, strict=False)):
+    for number, given in enumerate(lmcache_objects_ptrs):
         what = f"lmcache_objects_ptrs[{number}]"
-        part = request.part(first, min(first + each, request.length), block_size)
-        chunk = _as_engine(cache, what, _object(cache, layout, what, given, tokens))
-        chunks.append((part, what, chunk.narrow(-2, 0, part.tokens)))
+        chunk = _object(cache, layout, what, given, tokens)
+        first, last = number * each, min((number + 1) * each, request.length)
+        if first < last:
+            part = request.part(first, last, block_size)
+            if not part.tokens <= chunk.shape[-2] <= tokens:
+                raise ValueError(
+                    f"{what}: got {chunk.shape[-2]} tokens, takes {part.tokens} to {tokens}"
+                )
+            chunks.append((part, what, chunk.narrow(-2, 0, part.tokens)))
     cache.prepare_all(op, chunks, layout.facts.chunk).run()
 
 
@@ -383,14 +397,38 @@ def _described(layout: Layout, shape_desc: Any, given: Any, objects: Sequence[An
 
 def _described_dtype(shape_desc: Any, size: int, given: Any, objects: Sequence[Any]) -> torch.dtype:
     """The dtype of what addresses point to, or one of its size: rows are moved as bytes."""
-    said = [getattr(shape_desc, "dtype", None), _BY_SIZE.get(size)]
-    for dtype in [*said, *(one.dtype for one in objects if isinstance(one, torch.Tensor))]:
+    told = getattr(shape_desc, "dtype", None)
+    unlike = isinstance(told, torch.dtype) and (size or told.itemsize) != told.itemsize
+    if unlike or told in QUANTIZED:
+        raise ValueError(
+            f"shape_desc.dtype: got {told}, takes one of element_size, {size} bytes, that is not "
+            "quantized"
+        )
+    of_objects = (one.dtype for one in objects if isinstance(one, torch.Tensor))
+    for dtype in (told, _BY_SIZE.get(size), *of_objects):
         if isinstance(dtype, torch.dtype) and dtype.itemsize == (size or dtype.itemsize):
             return dtype
     if is_pointers(given):
         takes = ", ".join(map(str, _BY_SIZE))
         raise ValueError(f"shape_desc.element_size: got {size}, takes one of {takes} bytes")
     return torch.uint8  # tensors have their own
+
+
+def _check_described(layout: Layout, cache: Cache, shape_desc: Any) -> None:
+    """Whether a description's row is what tensors show; objects are as large as it says."""
+    (group,) = cache.groups
+    heads, size, itemsize = (getattr(shape_desc, name) for name in ("nh", "hs", "element_size"))
+    row = group.heads * group.head_size * (2 if packed(layout) else 1)
+    if heads and size and heads * size != row:
+        raise ValueError(
+            f"shape_desc.nh, shape_desc.hs: got {heads} · {size} elements, takes {row} as the "
+            "tensors show"
+        )
+    if itemsize and itemsize != group.itemsize:
+        raise ValueError(
+            f"shape_desc.element_size: got {itemsize}, takes {group.itemsize}, the bytes of an "
+            f"element of {group.dtype}"
+        )
 
 
 def _object(cache: Cache, layout: Layout, what: str, given: Any, tokens: int) -> torch.Tensor:
@@ -402,21 +440,22 @@ def _object(cache: Cache, layout: Layout, what: str, given: Any, tokens: int) ->
         shape = (cache.layers, tokens, row * group.planes)  # type: ignore[assignment]
     if not isinstance(given, torch.Tensor):
         address = integer(what, given)
-        if address <= 0:
+        if not 0 < address < 1 << 57:
             raise ValueError(f"{what}: got {address}, takes a tensor or its address")
         return tensor_at(address, shape, getattr(torch, group.dtype))
     if _tensor(what, given).dim() not in (3, 4):
         raise ValueError(f"{what}: got shape {tuple(given.shape)}, takes {list(shape)}")
-    if packed(layout) and given.dim() == 4 and given.shape[0] == 2:
+    chunk = _as_engine(cache, what, given)
+    if packed(layout) and chunk.dim() == 4 and chunk.shape[0] == 2:
         # The same bytes: whoever allocates by planes does not ask how a row is divided.
         try:
-            return given.view(shape)
+            return chunk.view(shape)
         except RuntimeError:
             raise ValueError(
-                f"{what}: got shape {tuple(given.shape)} with strides {given.stride()}, takes "
+                f"{what}: got shape {tuple(chunk.shape)} with strides {chunk.stride()}, takes "
                 f"{list(shape)}, or as many contiguous bytes"
             ) from None
-    return given
+    return chunk
 
 
 def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -432,7 +471,10 @@ def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.T
 
 def _as_engine(cache: Cache, what: str, chunk: torch.Tensor) -> torch.Tensor:
     """A chunk seen in the engine's dtype: rows are moved as the bytes they are."""
-    dtype = getattr(torch, cache.groups[0].dtype)
+    return _in_dtype(what, chunk, getattr(torch, cache.groups[0].dtype))
+
+
+def _in_dtype(what: str, chunk: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if chunk.dtype is dtype:
         return chunk
     if chunk.requires_grad:
@@ -466,11 +508,13 @@ def _tensor(what: str, given: Any) -> torch.Tensor:
         raise TypeError(f"{what}: got {type(given).__name__}, takes a tensor")
     if given.layout is not torch.strided:
         raise TypeError(f"{what}: got a tensor of layout {given.layout}, takes a strided one")
+    if given.is_quantized or given.is_nested:
+        raise ValueError(f"{what}: {unaddressable(given)}")
     return given
 
 
 def _size(name: str, given: Any, least: int = 0) -> int:
     value = integer(name, given)
-    if value < least:
-        raise ValueError(f"{name}: got {value}, takes {least} or more")
+    if not least <= value <= _MOST:
+        raise ValueError(f"{name}: got {value}, takes {least} to 2**48")
     return value

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvloom.select import Op
 
 TYPES = ("EngineKVFormat", "GPUKVFormat", "PageBufferShapeDesc", "TransferDirection")
+# Numbers of these need a scale, which memory does not have; torch crashes without one.
+QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 _NATIVE_NAMES = {"GPUKVFormat": "EngineKVFormat"}
 _OPS: tuple[Op, Op] = ("scatter", "gather")  # by direction: H2D 0, D2H 1
 
@@ -92,10 +94,13 @@ def layout_of(operator: str, engine_kv_format: object) -> Layout:
 
 
 def device_of(name: str, device: object) -> torch.device:
-    """A device, given as such, by torch's name, or by the number of an accelerator."""
+    """A device, given as such or by torch's name."""
     if isinstance(device, torch.device):
         return device
+    takes = "a torch.device or its name"
+    if not isinstance(device, str):
+        raise TypeError(f"{name}: got {device!r}, takes {takes}")
     try:
-        return torch.device(device)  # type: ignore[call-overload, no-any-return]
-    except (TypeError, RuntimeError):
-        raise TypeError(f"{name}: got {device!r}, takes a torch.device or its name") from None
+        return torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"{name}: got {device!r}, takes {takes}") from None
