@@ -372,3 +372,30 @@ def test_a_wrong_argument_is_refused_by_name(
     }
     with pytest.raises(error, match=f"^{message}"):
         tensor_from_ptr(**given)
+
+
+RACE = """
+import sys, threading
+sys.setswitchinterval(1e-6)
+import kvloom.lmcache as ops
+together, found = threading.Barrier(8), []
+def ask():
+    together.wait()
+    found.append(ops.EngineKVFormat)
+threads = [threading.Thread(target=ask) for _ in range(8)]
+for one in threads: one.start()
+for one in threads: one.join()
+print(len(found), len(set(map(id, found))))
+"""
+
+
+def test_threads_that_ask_for_a_type_first_get_the_same() -> None:
+    path = os.pathsep.join(str(ROOT / name) for name in ("runtime", "generated"))
+    done = subprocess.run(
+        [sys.executable, "-c", RACE],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "8 1\n", done.stderr

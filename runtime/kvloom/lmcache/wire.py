@@ -5,11 +5,13 @@ from __future__ import annotations
 from enum import IntEnum
 from importlib import import_module
 from operator import index
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvloom import registry
+from kvloom._forks import held_across_forks
 from kvloom.lmcache.formats import refusal
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ TYPES = ("EngineKVFormat", "GPUKVFormat", "PageBufferShapeDesc", "TransferDirect
 # Numbers of these need a scale, which memory does not have; torch crashes without one.
 QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 _NATIVE_NAMES = {"GPUKVFormat": "EngineKVFormat"}
+_own_types: dict[str, Any] = {}
+_making = held_across_forks(Lock())
 _OPS: tuple[Op, Op] = ("scatter", "gather")  # by direction: H2D 0, D2H 1
 
 
@@ -47,19 +51,36 @@ class PageBufferShapeDesc:
 
 
 def types() -> dict[str, Any]:
-    """The types by name. LMCache's functions refuse all others where its native module is there."""
+    """The types by name, the same in every thread.
+
+    LMCache's functions refuse all others where its native module is there.
+    """
+    found = _native_types()
+    if found is None:
+        with _making:
+            if not _own_types:
+                _own_types.update(_made_types())
+        found = _own_types
+    return found
+
+
+def _native_types() -> dict[str, Any] | None:
     try:
         native = import_module("lmcache.lmcache_native")
         return {name: getattr(native, _NATIVE_NAMES.get(name, name)) for name in TYPES}
     except Exception:  # not installed, of another version, or without what it needs itself
-        ids = {one.name: one.id for one in registry.layouts() if one.id is not None}
-        formats: Any = IntEnum("EngineKVFormat", ids, module="kvloom.lmcache")  # type: ignore[misc]
-        return {
-            "EngineKVFormat": formats,
-            "GPUKVFormat": formats,
-            "TransferDirection": TransferDirection,
-            "PageBufferShapeDesc": PageBufferShapeDesc,
-        }
+        return None
+
+
+def _made_types() -> dict[str, Any]:
+    ids = {one.name: one.id for one in registry.layouts() if one.id is not None}
+    formats: Any = IntEnum("EngineKVFormat", ids, module="kvloom.lmcache")  # type: ignore[misc]
+    return {
+        "EngineKVFormat": formats,
+        "GPUKVFormat": formats,
+        "TransferDirection": TransferDirection,
+        "PageBufferShapeDesc": PageBufferShapeDesc,
+    }
 
 
 def number(name: str, value: object, takes: str) -> int:
