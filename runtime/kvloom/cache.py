@@ -363,14 +363,16 @@ class Cache:
             self.prepare(op, request, what, (tensor,), chunk, tokens)
             for request, what, tensor in parts
         ]
-        if op == "gather" and len(parts) > 1:
+        if len(found) == 1:
+            return found[0]
+        if op == "gather":
             facts = [self._home.facts(what, tensor) for _, what, tensor in parts]
             ends = sorted((one.address, one.address + span(one)) for one in facts)
             if any(two[0] < one[1] for one, two in pairwise(ends)):
                 check_apart(facts)
         stages = [moves for one in found for moves in one.stages]
         ids = [request.slots_or_blocks for request, _, _ in parts]
-        if op == "gather" or len(ids) < 2 or not repeats(ids):
+        if op == "gather" or not ids or not repeats(ids):
             stages = [[move for moves in stages for move in moves]]
         indexing = [run for one in found for run in one.indexing]
         return Transfer(stages, self._token_bytes * tokens, indexing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,10 +32,8 @@ _BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _TWO_PLANES = "two_plane"
 _MOST = 1 << 48  # elements, tokens or bytes: more than memory has
-_SAID = {
-    name: f"shape_desc.{name}"
-    for name in ("nl", "nb", "bs", "nh", "hs", "element_size", "kv_size", "block_stride_elems")
-}
+_SAID_NAMES = ("nl", "nb", "bs", "nh", "hs", "element_size", "kv_size", "block_stride_elems")
+_SAID = attrgetter(*_SAID_NAMES)
 _DESCRIBED = Names(
     layers="shape_desc.nl",
     slots="shape_desc.nb",
@@ -372,25 +371,28 @@ def _plane_row(layout: Layout, what: str, chunk: torch.Tensor) -> int:
 def _described(layout: Layout, shape_desc: Any, given: Any, objects: Sequence[Any]) -> Sizes:
     """The sizes in a ``PageBufferShapeDesc``."""
     try:
-        said = {name: _size(full, getattr(shape_desc, name)) for name, full in _SAID.items()}
+        values = _SAID(shape_desc)
     except AttributeError:
         kind = type(shape_desc).__name__
         raise TypeError(f"shape_desc: got {kind}, takes a PageBufferShapeDesc") from None
-    if said["kv_size"] not in (0, planes(layout)):
+    for name, value in zip(_SAID_NAMES, values, strict=True):
+        if type(value) is not int or not 0 <= value <= _MOST:
+            _size(f"shape_desc.{name}", value)
+    layers, blocks, block_size, heads, head_size, itemsize, kv_size, block_stride = values
+    if kv_size not in (0, planes(layout)):
         raise ValueError(
-            f"shape_desc.kv_size: got {said['kv_size']}, takes {planes(layout)} for {layout.name}"
+            f"shape_desc.kv_size: got {kv_size}, takes {planes(layout)} for {layout.name}"
         )
-    layers = said["nl"]
     if not layers and not is_pointers(given):
         layers = sum(1 for _ in flat(given)) // (2 if "kv" in layout.facts.lists else 1)
     return Sizes(
         layers=layers,
-        slots=said["nb"] * said["bs"],
-        block_size=said["bs"],
-        row=said["nh"] * said["hs"] // (2 if packed(layout) else 1),
-        head_size=said["hs"],
-        dtype=_described_dtype(shape_desc, said["element_size"], given, objects),
-        block_stride=said["block_stride_elems"] if is_pointers(given) else 0,
+        slots=blocks * block_size,
+        block_size=block_size,
+        row=heads * head_size // (2 if packed(layout) else 1),
+        head_size=head_size,
+        dtype=_described_dtype(shape_desc, itemsize, given, objects),
+        block_stride=block_stride if is_pointers(given) else 0,
         names=_DESCRIBED,
     )
 
