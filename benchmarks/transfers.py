@@ -41,9 +41,9 @@ TOKENS = (16, 64, 256, 1024, 4096)
 KINDS = ("blocks", "slots", "scattered")
 REGULAR = ("blocks", "slots")
 OPS = ("gather", "scatter")
-# Seconds between two calls: torch's threads keep a processor busy for a while after their work is
-# done, and would slow down whoever comes next.
-REST = 2e-3
+# Seconds between two calls, spent awake: torch's threads keep a processor busy for a while after
+# their work is done, and would slow down whoever comes next.
+REST = 1e-3
 BESIDE_LMCACHE = peer.available()
 
 # What the figures must keep, as ratios to a torch copy of the same bytes, and in seconds.
@@ -203,8 +203,9 @@ def in_turns(actions: Sequence[Callable[[], Any]], seconds: float) -> list[float
         action()
     while len(times[0]) < 5 or time.perf_counter() - begun < seconds:
         for action, found in zip(actions, times, strict=True):
-            time.sleep(REST)
-            start = time.perf_counter()
+            rest_until = time.perf_counter() + REST
+            while (start := time.perf_counter()) < rest_until:
+                pass
             action()
             found.append(time.perf_counter() - start)
     return [median(found) for found in times]
