@@ -114,6 +114,22 @@ def test_a_scatter_that_is_shared_out_writes_no_row_twice(
         assert index[at] < 0 or index[at] not in index[at + 1 : last]
 
 
+def test_entries_of_few_bytes_are_shared_by_layer_alone(three_threads: None) -> None:
+    """Comparing them would cost more than it gains; each thread writes layers of its own."""
+    few = moves.SHARED_FROM // moves.COMPARED_EACH + 1
+    index = np.zeros(few, np.int64)
+    assert not moves.divisible("scatter", few, moves.SHARED_FROM)
+    assert moves.divisible("scatter", few - 1, moves.SHARED_FROM)
+    assert moves.divisible("gather", few, moves.SHARED_FROM)
+    assert len(order_of("scatter", index, 0, few, moves.SHARED_FROM)) == few
+    done: list[tuple[int, int, int, int]] = []
+    order, table = np.arange(few), np.zeros((5, 1))
+    move = Move(recorder(done), index, 0, index, order, table, divisible=False)
+    carry_out([move], moves.SHARED_FROM)
+    assert sorted(part[:2] for part in done) == [(layer, layer + 1) for layer in range(5)]
+    assert {part[2:] for part in done} == {(0, few)}
+
+
 def test_repeats_are_found_across_chunks_and_in_the_part_of_a_block() -> None:
     """Chunks with a block in common are written one after the other; so are a block's parts."""
     cache = kvloom.layout(3).bind([torch.zeros(8, 4, 6)])

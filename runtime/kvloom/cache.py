@@ -17,7 +17,15 @@ from kvloom.arguments import index_array, integer
 from kvloom.chunk import contiguous, obstacle, shape
 from kvloom.geometry import read_groups
 from kvloom.indexing import move
-from kvloom.moves import Move, carry_out, order_of, repeats, streamed_from, without_repeats
+from kvloom.moves import (
+    Move,
+    carry_out,
+    divisible,
+    order_of,
+    repeats,
+    streamed_from,
+    without_repeats,
+)
 from kvloom.overlap import Ranges, check_apart, check_self, span
 from kvloom.select import ADDRESSINGS, OPS, Selection, choose_backend, describe, plan, refusal
 from kvloom.tensors import Home, flatten, to_host, unaddressable
@@ -337,7 +345,8 @@ class Cache:
             if skip < whole:
                 kernel = self._kernel(op, addressing, nbytes, one.run)
                 order = order_of(op, index, skip, whole, nbytes)
-                moves.append(Move(kernel, pointers, address, index, order, one.geometry))
+                may_share = divisible(op, whole - skip, nbytes)
+                moves.append(Move(kernel, pointers, address, index, order, one.geometry, may_share))
             if whole < count:
                 # The chunk ends inside the last block: its tokens there move by slots.
                 done = whole * block_size
@@ -346,7 +355,10 @@ class Cache:
                 kernel = self._kernel(op, "slots", nbytes, by_slots.run)
                 address += done * one.token_stride
                 order = order_of(op, left, 0, len(left), nbytes)
-                tails.append(Move(kernel, pointers, address, left, order, by_slots.geometry))
+                may_share = divisible(op, len(left), nbytes)
+                tails.append(
+                    Move(kernel, pointers, address, left, order, by_slots.geometry, may_share)
+                )
         if tails and op == "scatter" and index[count - 1] in index[skip : count - 1]:
             return Transfer([moves, tails], nbytes)  # two threads must not write one row
         return Transfer([moves + tails], nbytes)

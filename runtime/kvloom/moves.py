@@ -23,6 +23,9 @@ PARTS_PER_THREAD = 4
 # block, over all layers and planes: where it has fewer, sorting takes longer than it saves.
 SORTED_FROM = 4 << 20
 SORTED_EACH = 8 << 10
+# The same for finding out whether a scatter writes a row twice. Where entries have fewer bytes,
+# threads only share layers: one of them has all that may write a row.
+COMPARED_EACH = 4 << 10
 
 # All positions in order, of as many entries as any call has had.
 _positions = np.arange(4096, dtype=np.int64)
@@ -31,7 +34,8 @@ _positions = np.arange(4096, dtype=np.int64)
 class Move(NamedTuple):
     """What one group moves under one addressing: a kernel, and what it is given for all its work.
 
-    ``order`` has the positions of ``slots_or_blocks`` that are moved.
+    ``order`` has the positions of ``slots_or_blocks`` that are moved; threads may share them where
+    it is ``divisible``.
     """
 
     kernel: Kernel
@@ -40,6 +44,7 @@ class Move(NamedTuple):
     slots_or_blocks: Int64Array
     order: Int64Array
     geometry: Int64Array
+    divisible: bool = True
 
 
 class _Part(NamedTuple):
@@ -76,14 +81,20 @@ def order_of(op: Op, index: Int64Array, first: int, last: int, nbytes: int) -> I
     if op == "gather" and nbytes >= SORTED_FROM and each >= SORTED_EACH:
         found = np.argsort(index[first:last])
         return found + first if first else found
-    enough = shared_from()
-    if op == "scatter" and enough is not None and nbytes >= enough and repeats([index[first:last]]):
+    enough, moved = shared_from(), [index[first:last]]
+    shared = op == "scatter" and enough is not None and nbytes >= enough
+    if shared and divisible(op, last - first, nbytes) and repeats(moved):
         kept: Int64Array = np.flatnonzero(without_repeats(index[first:last]) >= 0)
         return kept + first
     positions = _positions
     if last > len(positions):
         _positions = positions = np.arange(max(last, 2 * len(positions)), dtype=np.int64)
     return positions[first:last]
+
+
+def divisible(op: Op, entries: int, nbytes: int) -> bool:
+    """Whether threads may share slots or block ids: not where a row could be two threads' own."""
+    return op == "gather" or nbytes // max(1, entries) >= COMPARED_EACH
 
 
 def repeats(indices: Sequence[Int64Array]) -> bool:
@@ -134,7 +145,7 @@ def _parts(move: Move, count: int) -> Iterator[_Part]:
     Planes need no cut of their own: each part does both for its tokens.
     """
     layers, numbers = range(len(move.geometry)), range(len(move.order))
-    each = -(-count // len(layers))
+    each = -(-count // len(layers)) if move.divisible else 1
     for some in _split(layers, count):
         for part in _split(numbers, each):
             yield _Part(move, some, part)
